@@ -1,0 +1,1 @@
+"""Evaluation suites as plain files, and the scorers that read them."""

@@ -1,0 +1,1 @@
+"""The durable record of sessions, responses, feedback, promotions and runs (SQL)."""

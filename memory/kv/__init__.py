@@ -1,0 +1,1 @@
+"""KV memory: the persistent, content-addressed store of KV caches, cut into chunks."""
