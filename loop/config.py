@@ -1,0 +1,172 @@
+"""All settings in one place: `kvloop.toml`, the environment and the command line over each layer's defaults.
+
+A default is written once, in the layer that uses it. This module only finds values, in the order
+command line > environment > kvloop.toml > default, and refuses a key that no layer knows: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from evals.settings import EvalSettings, GateSettings
+from memory.files import write_atomic
+from memory.journal.settings import JournalSettings
+from memory.kv.settings import KVSettings
+from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings
+from serve.gateway.settings import GatewaySettings
+from serve.pull import DEFAULT_MODEL
+from serve.worker.settings import WorkerSettings
+from train.settings import TrainSettings
+
+ENVIRONMENT_PREFIX = "KVLOOP_"
+DEFAULT_HOME = Path(".kvloop")
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a bad value; the message names it, where it came from and what would be right."""
+
+
+class Config(BaseModel):
+    """Everything one install of kvloop is told. Sections are the settings of the layer of that name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    home: Path = DEFAULT_HOME
+    """Folder that holds all state of this install."""
+    model: str = DEFAULT_MODEL
+    """Base model: the default model's name, a local Hugging Face folder, or a hub id."""
+    restart_backoff_seconds: float = Field(default=0.5, gt=0)
+    """Pause before a died process is started again; doubles up to 30 s while it keeps dying."""
+    follow_seconds: float = Field(default=0.5, gt=0, le=3)
+    """How often the follower looks where MLflow's `champion` alias points."""
+    journal: JournalSettings
+    kv: KVSettings
+    worker: WorkerSettings
+    gateway: GatewaySettings
+    registry: RegistrySettings
+    train: TrainSettings
+    evals: EvalSettings
+    gate: GateSettings
+    retrain: RetrainSettings
+    schedule: ScheduleSettings
+
+
+def load(overrides: Sequence[str] = (), home: Path | None = None, environment: Mapping[str, str] | None = None) -> Config:
+    """Reads the configuration of the install in `home`.
+
+    `overrides` are `section.key=value` strings from the command line. Raises `ConfigError`.
+    """
+    environment = os.environ if environment is None else environment
+    home = (home or Path(environment.get("KVLOOP_HOME", DEFAULT_HOME))).expanduser().resolve()
+    values: dict[str, Any] = {}
+    for source, found in (
+        (str(home / "kvloop.toml"), _from_file(home / "kvloop.toml")),
+        ("the environment", _from_environment(environment)),
+        ("the command line", _from_overrides(overrides)),
+    ):
+        _check_known(found, Config, source)
+        _merge(values, found)
+    values["home"] = home
+    _fill_derived(values, home)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"setting {where}: {first['msg']} (got {first['input']!r})") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """`KVLOOP_WORKER__THREADS=2` sets `worker.threads`. `KVLOOP_TEST_*` belongs to the test suite."""
+    found: dict[str, Any] = {}
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and not name.startswith("KVLOOP_TEST_"):
+            _put(found, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
+    return found
+
+
+def _from_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override}: write it as section.key=value")
+        _put(found, key.strip().split("."), value)
+    return found
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], text: str) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    try:
+        tree[path[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[path[-1]] = text  # a bare word or path: pydantic parses it for the field's type
+
+
+def _merge(into: dict[str, Any], found: Mapping[str, Any]) -> None:
+    for key, value in found.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _check_known(found: Mapping[str, Any], model: type[BaseModel], source: str, prefix: str = "") -> None:
+    for key, value in found.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            known = [name for name, _ in describe()]
+            near = difflib.get_close_matches(prefix + key, known, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown setting {prefix + key!r} in {source}; the nearest known one is {near[0]!r}")
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"setting {prefix + key!r} in {source} is a section, not a value: {value!r}")
+            _check_known(value, section, source, f"{prefix}{key}.")
+
+
+def _fill_derived(values: dict[str, Any], home: Path) -> None:
+    """Paths that follow from `home`, so that one folder holds all state unless a setting says otherwise."""
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            values.setdefault(name, {})
+    values["journal"].setdefault("url", f"sqlite:///{home / 'journal.db'}")
+    values["registry"].setdefault("folder", home / "mlflow")
+    values["schedule"].setdefault("folder", home / "schedule")
+    values["retrain"].setdefault("folder", home / "runs")
+
+
+def describe(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields (`section.key`, docstring) for every setting there is."""
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from describe(section, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field.description or ""
+
+
+def secret_file(path: Path) -> Path:
+    """Returns `path`, created with 32 random bytes (hex) and mode 0600 on first use."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, secrets.token_hex(32).encode(), mode=0o600)
+    return path

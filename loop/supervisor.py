@@ -1,0 +1,170 @@
+"""`kvloop up`: starts worker, gateway, follower and scheduler, keeps them alive, and stops them in order.
+
+The supervisor holds no state that matters: everything durable is in the home folder, so it may be killed at any
+moment and started again. One supervisor per home, by a lock on `run/supervisor.lock`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+from loop.config import Config, secret_file
+from loop.processes import Child, python_module
+from memory.files import write_atomic
+from serve.gateway.settings import GatewaySettings
+from serve.pull import pull
+from serve.worker.settings import WorkerSettings
+
+READY_SECONDS = 120.0
+GRACE_SECONDS = 15.0
+WATCH_SECONDS = 0.2
+
+
+class SupervisorError(RuntimeError):
+    """The processes could not be started; the message holds the end of the log of the one that failed."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    gateway: str
+    worker: str
+
+
+def run_folder(home: Path) -> Path:
+    return home / "run"
+
+
+def worker_settings(config: Config, model_dir: Path) -> WorkerSettings:
+    """The worker's settings with the paths that follow from this install."""
+    return config.worker.model_copy(
+        update={"model": model_dir, "kv_folder": config.home / "kv", "kv": config.kv},
+    )
+
+
+def gateway_settings(config: Config, model_dir: Path) -> GatewaySettings:
+    return config.gateway.model_copy(
+        update={
+            "model": model_dir,
+            "journal": config.journal,
+            "workers": (f"http://{config.worker.host}:{config.worker.port}",),
+            "secret_file": secret_file(config.home / "secret"),
+            "admin_token_file": secret_file(config.home / "admin-token"),
+        },
+    )
+
+
+@contextmanager
+def only_one(home: Path) -> Iterator[None]:
+    """Holds the home's lock; a second supervisor on the same home is refused."""
+    run_folder(home).mkdir(parents=True, exist_ok=True)
+    with (run_folder(home) / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SupervisorError(f"kvloop already runs on {home}: see `kvloop status`") from None
+        yield
+
+
+class Supervisor:
+    """Starts and watches the processes of one install. Use from the main thread, inside `only_one`."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._stop = False
+        model_dir = pull(config.model, config.home / "models")
+        self._worker_settings = worker_settings(config, model_dir)
+        self._gateway_settings = gateway_settings(config, model_dir)
+        self.addresses = Addresses(
+            gateway=f"http://{config.gateway.host}:{config.gateway.port}",
+            worker=f"http://{config.worker.host}:{config.worker.port}",
+        )
+        self.children = [self._child(name, command) for name, command in self._commands().items()]
+
+    def _commands(self) -> dict[str, list[str]]:
+        run = run_folder(self._config.home)
+        for name, settings in (("worker", self._worker_settings), ("gateway", self._gateway_settings)):
+            write_atomic(run / f"{name}.json", settings.model_dump_json(indent=2).encode(), mode=0o600)
+        write_atomic(run / "config.json", self._config.model_dump_json(indent=2).encode(), mode=0o600)
+        inherited = ("--config-file", str(run / "config.json"))
+        return {
+            "worker": python_module("serve.worker", "--settings", str(run / "worker.json")),
+            "gateway": python_module("serve.gateway", "--settings", str(run / "gateway.json")),
+            "follower": python_module("loop.follower", *inherited),
+            "scheduler": python_module("loop.scheduler", *inherited),
+        }
+
+    def _child(self, name: str, command: list[str]) -> Child:
+        log = run_folder(self._config.home) / f"{name}.log"
+        threads = self._config.worker.threads if name == "worker" else 1
+        return Child(name, command, log, self._config.restart_backoff_seconds, threads)
+
+    def start(self) -> None:
+        """Starts everything and returns when the API answers. Raises `SupervisorError`, after stopping all."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            for child in self.children:
+                child.start()
+            self._write_state()
+            self._wait_ready(f"{self.addresses.worker}/health", self.children[0])
+            self._wait_ready(f"{self.addresses.gateway}/health", self.children[1])
+        except BaseException:
+            self.stop()
+            raise
+
+    def watch(self) -> None:
+        """Blocks until SIGINT or SIGTERM, restarting whatever dies."""
+        while not self._stop:
+            for child in self.children:
+                if child.ensure_running():
+                    self._say(f"{child.name} ended with code {child.exit_code}; starting it again")
+            self._write_state()
+            time.sleep(WATCH_SECONDS)
+
+    def stop(self) -> None:
+        """Stops in the order in which nothing acknowledged can be lost: no new work first, the worker last."""
+        for name in ("scheduler", "follower", "gateway", "worker"):
+            next(child for child in self.children if child.name == name).stop(GRACE_SECONDS)
+        state = run_folder(self._config.home) / "state.json"
+        state.unlink(missing_ok=True)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._stop = True
+
+    def _wait_ready(self, url: str, child: Child) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline and not self._stop:
+            if child.exit_code is not None:
+                raise SupervisorError(f"{child.name} ended with code {child.exit_code}:\n{child.last_log_lines()}")
+            try:
+                if httpx.get(url, timeout=2).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet: that is what this loop waits for
+            time.sleep(0.05)
+        if not self._stop:
+            raise SupervisorError(f"{child.name} was not ready after {READY_SECONDS:.0f} s:\n{child.last_log_lines()}")
+
+    def _write_state(self) -> None:
+        state = {
+            "pid": os.getpid(),
+            "gateway": self.addresses.gateway,
+            "worker": self.addresses.worker,
+            "processes": {child.name: {"pid": child.pid, "restarts": child.restarts} for child in self.children},
+        }
+        data = json.dumps(state, indent=2).encode()
+        path = run_folder(self._config.home) / "state.json"
+        if not path.exists() or path.read_bytes() != data:
+            write_atomic(path, data)
