@@ -51,7 +51,7 @@ class Catalogue(BaseModel):
 @cache
 def load_catalogue() -> Catalogue:
     """The bundled catalogue: 24 facts with 8 training and 3 held-out phrasings each."""
-    text = resources.files(__name__).joinpath("catalogue.json").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("catalogue.json").read_text(encoding="utf-8")
     return Catalogue.model_validate(json.loads(text))
 
 
