@@ -1,0 +1,1 @@
+"""One file for each schema revision, oldest first by number."""

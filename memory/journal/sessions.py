@@ -1,0 +1,158 @@
+"""Sessions: creating, reading, deleting.
+
+Invariants: a session's split is drawn once, from its id, when it is created, and a fork has its parent's; a deleted
+session leaves a tombstone (ids and times, no words), so that its id is never given out again; every fork that holds
+its words goes with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blake3 import blake3
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from memory.journal.base import JournalPart, new_id
+from memory.journal.database import truncate_log
+from memory.journal.errors import Conflict, InvalidRecord, NotFound
+from memory.journal.records import DeletionReceipt, Json, Session, Split
+from memory.journal.tables import dataset_sessions, dataset_versions, feedback, responses, sessions
+
+
+def draw_split(session_id: str, salt: str, eval_share: float) -> Split:
+    """The split of a session: the same for the same id and salt, `eval` with probability `eval_share`."""
+    drawn = int.from_bytes(blake3(f"{salt}\0{session_id}".encode()).digest()[:8], "big") / 2**64
+    return "eval" if drawn < eval_share else "train"
+
+
+def _session(row: Row[Any]) -> Session:
+    return Session(**row._mapping)
+
+
+def read_session(connection: Connection, tenant: str, session_id: str) -> Session:
+    """The live session, inside the caller's transaction. Raises `NotFound`."""
+    mine = and_(sessions.c.tenant == tenant, sessions.c.id == session_id, sessions.c.deleted_at.is_(None))
+    row = connection.execute(select(sessions).where(mine)).one_or_none()
+    if row is None:
+        raise NotFound("session", session_id)
+    return _session(row)
+
+
+class Sessions(JournalPart):
+    """The part of the journal that knows sessions."""
+
+    def create_session(
+        self,
+        tenant: str,
+        session_id: str | None = None,
+        metadata: Json | None = None,
+        head: str | None = None,
+        parent: str | None = None,
+    ) -> Session:
+        """Creates a session, or a fork: `parent` is the session forked from, `head` the reply it continues from.
+
+        `head` alone is enough for a fork: the parent is then the session that made that reply.
+        Raises `Conflict` when the tenant has, or had, a session of this id; `NotFound` for an unknown parent or head.
+        """
+        session_id = new_id("sess") if session_id is None else session_id
+        if not 0 < len(session_id) <= 128:
+            raise InvalidRecord(f"a session id has 1 to 128 characters, not {len(session_id)}")
+        now = self._clock()
+        with self._writing() as connection:
+            if head is not None:
+                mine = and_(responses.c.id == head, responses.c.tenant == tenant)
+                owner = connection.execute(select(responses.c.session_id).where(mine)).scalar_one_or_none()
+                if owner is None:
+                    raise NotFound("response", head)
+                parent = owner if parent is None else parent
+            split = draw_split(session_id, self._settings.split_salt, self._settings.eval_share)
+            if parent is not None:
+                split = read_session(connection, tenant, parent).split
+            values = {"tenant": tenant, "id": session_id, "split": split, "created_at": now, "updated_at": now}
+            values |= {"parent_session": parent, "head_response": head, "metadata": metadata or {}}
+            try:
+                connection.execute(insert(sessions).values(values))
+            except IntegrityError as error:
+                raise Conflict(f"session {session_id!r} exists or has existed: choose another id") from error
+            return read_session(connection, tenant, session_id)
+
+    def get_session(self, tenant: str, session_id: str) -> Session:
+        """Raises `NotFound` also for a deleted session and for another tenant's."""
+        with self._reading() as connection:
+            return read_session(connection, tenant, session_id)
+
+    def list_sessions(self, tenant: str, limit: int = 20, after: str | None = None) -> list[Session]:
+        """Newest first; `after` is the last id of the page before. Raises `NotFound` for an unknown `after`."""
+        query = select(sessions).where(sessions.c.tenant == tenant, sessions.c.deleted_at.is_(None))
+        with self._reading() as connection:
+            if after is not None:
+                query = query.where(sessions.c.number < read_session(connection, tenant, after).number)
+            rows = connection.execute(query.order_by(sessions.c.number.desc()).limit(limit)).all()
+        return [_session(row) for row in rows]
+
+    def delete_session(self, tenant: str, session_id: str) -> DeletionReceipt:
+        """Removes the words of a session, and of the forks that hold them, from the journal. Returns a receipt.
+
+        KV chunks and dataset files are not the journal's: the caller forgets those by what the receipt names.
+        """
+        now = self._clock()
+        with self._writing() as connection:
+            read_session(connection, tenant, session_id)
+            doomed = _with_forks(connection, tenant, session_id)
+            counts = []
+            for table in (feedback, responses):
+                theirs = and_(table.c.tenant == tenant, table.c.session_id.in_(doomed))
+                counts.append(connection.execute(delete(table).where(theirs)).rowcount)
+            theirs = and_(sessions.c.tenant == tenant, sessions.c.id.in_(doomed))
+            empty: Json = {}
+            tombstone = {"metadata": empty, "head_response": None, "updated_at": now, "deleted_at": now}
+            connection.execute(update(sessions).where(theirs).values(tombstone))
+            receipt = _receipt(connection, tenant, doomed, now, counts)
+        truncate_log(self._engine)
+        return receipt
+
+    def trained_on(self, tenant: str, session_id: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Dataset digests and version names that a session, deleted or not, went into."""
+        with self._reading() as connection:
+            return _lineage(connection, tenant, [session_id])
+
+
+def _with_forks(connection: Connection, tenant: str, session_id: str) -> list[str]:
+    """The session, and every live session whose chain of replies passes through it, nearest first."""
+    found = [session_id]
+    frontier = [session_id]
+    parents = responses.alias("parents")
+    while frontier:
+        within: ColumnElement[bool] = and_(parents.c.tenant == tenant, parents.c.session_id.in_(frontier))
+        by_reply = select(responses.c.session_id).join(parents, responses.c.parent_response == parents.c.id)
+        by_head = select(sessions.c.id).join(parents, sessions.c.head_response == parents.c.id)
+        rows = (
+            connection.execute(by_reply.where(within).union(by_head.where(within, sessions.c.tenant == tenant)))
+            .scalars()
+            .all()
+        )
+        frontier = sorted(set(rows) - set(found))
+        found += frontier
+    return found
+
+
+def _receipt(connection: Connection, tenant: str, doomed: list[str], now: float, counts: list[int]) -> DeletionReceipt:
+    trained, versions = _lineage(connection, tenant, doomed)
+    return DeletionReceipt(
+        tenant=tenant,
+        session_id=doomed[0],
+        deleted_at=now,
+        sessions=tuple(doomed),
+        feedback=counts[0],
+        responses=counts[1],
+        datasets=trained,
+        versions=versions,
+    )
+
+
+def _lineage(connection: Connection, tenant: str, names: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    theirs = and_(dataset_sessions.c.tenant == tenant, dataset_sessions.c.session_id.in_(names))
+    digests = sorted(connection.execute(select(dataset_sessions.c.digest).where(theirs).distinct()).scalars())
+    trained = select(dataset_versions.c.version).where(dataset_versions.c.digest.in_(digests)).distinct()
+    return tuple(digests), tuple(sorted(connection.execute(trained).scalars()))
