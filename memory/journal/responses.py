@@ -61,18 +61,18 @@ class Responses(JournalPart):
         rows = [_row(choice, now) for choice in choices]
         with self._writing() as connection:
             session = read_session(connection, first.tenant, first.session_id)
-            if session.head_response != first.parent_response:
+            try:
+                connection.execute(insert(responses), rows)
+            except IntegrityError as error:
+                raise Conflict(f"response {rows[0]['id']!r} exists already, or its parent does not") from error
+            at_parent = sessions.c.head_response.is_not_distinct_from(first.parent_response)
+            mine = and_(sessions.c.number == session.number, sessions.c.deleted_at.is_(None), at_parent)
+            moved = {"head_response": rows[0]["id"], "updated_at": now}
+            if not connection.execute(update(sessions).where(mine).values(moved)).rowcount:
                 raise Conflict(
                     f"session {first.session_id!r} is at {session.head_response!r}, not at {first.parent_response!r}: "
                     "another turn was first; read the session again"
                 )
-            try:
-                connection.execute(insert(responses), rows)
-            except IntegrityError as error:
-                raise Conflict(f"response {rows[0]['id']!r} exists already") from error
-            mine = and_(sessions.c.tenant == first.tenant, sessions.c.id == first.session_id)
-            moved = {"head_response": rows[0]["id"], "updated_at": now}
-            connection.execute(update(sessions).where(mine).values(moved))
             stored = select(responses).where(responses.c.id.in_([row["id"] for row in rows]))
             return [response_from(row) for row in connection.execute(stored.order_by(responses.c.number))]
 
