@@ -22,3 +22,11 @@ def model_dir() -> Path:
     from serve.pull import DEFAULT_MODEL, pull
 
     return pull(DEFAULT_MODEL, Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kvloop" / "models")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 3 million parameters with the bundled model's tokenizer."""
+    from tests.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), model_dir)
