@@ -174,5 +174,9 @@ def _demonstration(connection: Connection, given: Feedback) -> DemonstrationRow:
     mine = and_(sessions.c.tenant == given.tenant, sessions.c.id == given.session_id)
     split = connection.execute(select(sessions.c.split).where(mine)).scalar_one()
     return DemonstrationRow(
-        feedback=given, response=chain[-1], history=[*history, *chain[-1].input_messages], split=split
+        feedback=given,
+        response=chain[-1],
+        history=[*history, *chain[-1].input_messages],
+        split=split,
+        sessions=tuple(dict.fromkeys(response.session_id for response in chain)),
     )

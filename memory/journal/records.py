@@ -116,6 +116,8 @@ class DemonstrationRow:
     response: Response
     history: list[Json]
     split: Split
+    sessions: tuple[str, ...]
+    """Every session whose words are in the history: more than one where the session is a fork."""
 
     @property
     def answer(self) -> str:
@@ -177,6 +179,7 @@ class Run:
     kind: str
     params: Json
     status: RunStatus
+    attempts: int
     reason: str | None
     outcome: Json | None
     created_at: float

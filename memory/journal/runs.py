@@ -33,7 +33,7 @@ class Runs(JournalPart):
     def create_run(self, kind: str, params: Json) -> Run:
         """A new run, `running` and without steps."""
         identifier, now = new_id("run"), self._clock()
-        values = {"id": identifier, "kind": kind, "params": params, "status": "running"}
+        values = {"id": identifier, "kind": kind, "params": params, "status": "running", "attempts": 0}
         with self._writing() as connection:
             connection.execute(insert(runs).values(values | {"created_at": now, "updated_at": now}))
             return _read_run(connection, identifier)
@@ -52,6 +52,17 @@ class Runs(JournalPart):
             query = query.where(runs.c.status == status)
         with self._reading() as connection:
             return [_run(row) for row in connection.execute(query)]
+
+    def begin_attempt(self, run_id: str, owner: str | None = None) -> int:
+        """Counts one more process that works on the run, and returns which one it is: 1 for the first.
+
+        Raises `LeaseLost` when `owner` is given and no longer holds the lease of the run's kind.
+        """
+        with self._writing() as connection:
+            attempts = self._mine(connection, run_id, owner).attempts + 1
+            values = {"attempts": attempts, "updated_at": self._clock()}
+            connection.execute(update(runs).where(runs.c.id == run_id).values(values))
+        return attempts
 
     def step(self, run_id: str, name: str) -> Json | None:
         """The result of a finished step; None while it is not finished."""

@@ -10,6 +10,9 @@ class JournalSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    url: str = "sqlite:///.kvloop/journal.db"
+    """Database URL; SQLite needs a file. Follows `home` unless it is set."""
+
     eval_share: float = Field(default=0.2, ge=0.0, le=1.0)
     """Share of new sessions that are kept for evaluation and never reach a trainer."""
 

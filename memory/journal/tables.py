@@ -142,6 +142,7 @@ runs = Table(
     Column("kind", String(64), nullable=False),
     Column("params", JSON, nullable=False),
     Column("status", String(16), nullable=False),
+    Column("attempts", Integer, nullable=False),
     Column("reason", String),
     Column("outcome", JSON),
     Column("created_at", Float, nullable=False),

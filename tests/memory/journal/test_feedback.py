@@ -80,6 +80,7 @@ def test_a_demonstration_brings_the_whole_history(journal: Journal) -> None:
     assert (one.answer, one.response, one.feedback.source, one.split) == ("better one", first, "ann", session.split)
     assert one.history == [{"role": "user", "content": "one"}]
     assert two.response == second
+    assert two.sessions == (session.id,)
     assert [message["content"] for message in two.history] == ["one", "re: one", "two"]
 
 

@@ -42,6 +42,8 @@ def test_the_serving_state_is_the_last_one_set(journal: Journal, url: str) -> No
 def test_a_step_keeps_its_first_result(journal: Journal) -> None:
     run = journal.create_run("retrain", {"recipe": "sft-kl"})
     assert journal.step(run.id, "curate") is None
+    assert [journal.begin_attempt(run.id), journal.begin_attempt(run.id)] == [1, 2]
+    assert journal.get_run(run.id).attempts == 2
     assert journal.finish_step(run.id, "curate", {"examples": 3}) == {"examples": 3}
     assert journal.finish_step(run.id, "curate", {"examples": 4}) == {"examples": 3}
     journal.finish_step(run.id, "train", {})

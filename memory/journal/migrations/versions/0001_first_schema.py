@@ -94,6 +94,7 @@ def _create_runs() -> None:
         sa.Column("kind", sa.String(length=64), nullable=False),
         sa.Column("params", sa.JSON(), nullable=False),
         sa.Column("status", sa.String(length=16), nullable=False),
+        sa.Column("attempts", sa.Integer(), nullable=False),
         sa.Column("reason", sa.String(), nullable=True),
         sa.Column("outcome", sa.JSON(), nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),
