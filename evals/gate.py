@@ -1,0 +1,258 @@
+"""The gate: may this version become champion? It says `pass`, `fail` or `inconclusive`, and why in plain words.
+
+The mathematics. Write d for the true mean difference candidate - reference of a metric, higher being better.
+
+- Target (held-out demonstrations, against the champion): superiority. H0: d <= 0.
+- Every guard (against the base model, so that losses do not add up over many promotions): non-inferiority.
+  H0: d <= -margin. For perplexity d is the difference of mean log-prob per token, and a perplexity ratio of at most
+  r means a margin of ln(r) nats.
+
+Each H0 is tested one-sided with a clustered t statistic (`evals.stats`). A version passes only when **every** H0 is
+rejected. Were one of them true, passing would mean rejecting a true hypothesis, so its chance is at most `alpha`
+already (an intersection-union test). On top of that the levels follow Holm's correction, so that the single claims
+of the report ("not worse in knowledge") hold together: the chance of even one false claim is at most `alpha`. The
+lower bounds shown are one-sided bounds at each test's Holm level; all H0 are rejected exactly when every lower
+bound lies above its null value.
+
+Three verdicts:
+
+- `fail`: there is proof against the version. A guard's upper bound lies below -margin, or the target's lies below
+  `smallest_gain`: even in the best case the gain is not worth a swap. These upper bounds use `alpha` undivided: a
+  wrong refusal costs a retry, a wrong promotion costs users.
+- `pass`: no such proof, enough data everywhere, every H0 rejected, no required guard missing.
+- `inconclusive`: everything else, with the number of sessions or examples that would probably decide.
+
+Strength, by simulation with the defaults: of 4,000 candidates without any effect (60 held-out sessions of 1 to 3
+examples, three guards of the bundled sizes without loss) about 2% pass. A candidate that lifts the held-out score by
+0.20 on 60 such sessions passes in about 97% of cases, one that lifts it by 0.10 in about 45%. A candidate exactly one
+margin worse on one guard passes in at most 2.5%, however much it gains. tests/evals/test_gate_strength.py repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from evals.stats import Estimate, HolmStep, PairedScores, clusters_needed, holm, paired_difference
+
+Verdict = Literal["pass", "fail", "inconclusive"]
+Role = Literal["target", "guard"]
+
+
+class GateSettings(BaseModel):
+    """What counts as proof."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    alpha: float = Field(default=0.025, gt=0, lt=0.5)
+    """Chance of a false promotion that is accepted; one-sided, so 0.025 goes with a two-sided 95% interval."""
+    power: float = Field(default=0.8, gt=0, lt=1)
+    """Chance of success used when saying how much more data is needed."""
+    smallest_gain: float = Field(default=0.02, ge=0, lt=1)
+    """Gain on the target, as a share of the full score, below which a version is not worth a swap."""
+    perplexity_ratio: float = Field(default=1.06, gt=1)
+    """Largest accepted ratio of the candidate's perplexity to the base model's on general texts."""
+    knowledge_margin: float = Field(default=0.05, gt=0, lt=1)
+    """Largest accepted loss on general questions, as a share of the full score."""
+    format_margin: float = Field(default=0.15, gt=0, lt=1)
+    """Largest accepted loss in following instructions on form, as a share of the full score."""
+    file_margin: float = Field(default=0.05, gt=0, lt=1)
+    """Largest accepted loss on each guard file of your own, as a share of the full score."""
+    min_clusters: int = Field(default=8, ge=2)
+    """Fewest sessions (or independent examples) per metric; with fewer the verdict is never `pass`."""
+    min_examples: int = Field(default=10, ge=2)
+    """Fewest examples per metric; with fewer the verdict is never `pass`."""
+    required_guards: tuple[str, ...] = ("knowledge", "perplexity", "format")
+    """Guards without which the verdict is never `pass`."""
+
+    def margin(self, kind: str) -> float:
+        """The accepted loss of a guard of this kind, in the unit of its scores. Raises KeyError for another kind."""
+        return {
+            "perplexity": math.log(self.perplexity_ratio),
+            "knowledge": self.knowledge_margin,
+            "format": self.format_margin,
+            "file": self.file_margin,
+        }[kind]
+
+
+class MetricDecision(BaseModel):
+    """One metric's evidence. Differences are candidate minus reference, in shares of the full score or in nats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metric: str
+    role: Role
+    verdict: Verdict
+    reason: str
+    unit: str
+    reference: str
+    candidate: str
+    reference_mean: float | None
+    candidate_mean: float | None
+    difference: float
+    lower: float | None
+    upper: float | None
+    null: float
+    level: float
+    p_value: float
+    p_adjusted: float
+    standard_error: float | None
+    degrees: float
+    examples: int
+    clusters: int
+    clusters_needed: int | None
+
+
+class Decision(BaseModel):
+    """The verdict, the reasons in plain words (most important first) and each metric's evidence. JSON-able."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    verdict: Verdict
+    reasons: list[str]
+    metrics: list[MetricDecision]
+    settings: GateSettings
+
+    @property
+    def passed(self) -> bool:
+        """True only for `pass`."""
+        return self.verdict == "pass"
+
+
+def decide(target: PairedScores, guards: Sequence[PairedScores], settings: GateSettings) -> Decision:
+    """Decides from the candidate's scores against the champion (target) and against the base (guards).
+
+    Raises KeyError for a guard whose kind has no margin. See the module's docstring for the rule.
+    """
+    scores = [target, *guards]
+    nulls = [0.0, *(-settings.margin(guard.kind) for guard in guards)]
+    estimates = [paired_difference(each) for each in scores]
+    p_values = [estimate.p_above(null) for estimate, null in zip(estimates, nulls, strict=True)]
+    steps = holm(p_values, settings.alpha)
+    metrics = [
+        _judge(each, "target" if index == 0 else "guard", estimates[index], nulls[index], steps[index], settings)
+        for index, each in enumerate(scores)
+    ]
+    present = {guard.metric for guard in guards}
+    missing = [name for name in settings.required_guards if name not in present]
+    return Decision(
+        verdict=_verdict(metrics, missing), reasons=_reasons(metrics, missing), metrics=metrics, settings=settings
+    )
+
+
+def _verdict(metrics: Sequence[MetricDecision], missing: Sequence[str]) -> Verdict:
+    if any(metric.verdict == "fail" for metric in metrics):
+        return "fail"
+    if missing or any(metric.verdict == "inconclusive" for metric in metrics):
+        return "inconclusive"
+    return "pass"
+
+
+def _reasons(metrics: Sequence[MetricDecision], missing: Sequence[str]) -> list[str]:
+    order: dict[Verdict, int] = {"fail": 0, "inconclusive": 1, "pass": 2}
+    worst_first = sorted(metrics, key=lambda metric: order[metric.verdict])
+    reasons = [f"{metric.metric}: {metric.reason}" for metric in worst_first]
+    absent = [f"{name}: this required guard was not measured" for name in missing]
+    failures = sum(metric.verdict == "fail" for metric in metrics)
+    return reasons[:failures] + absent + reasons[failures:]
+
+
+def _judge(
+    scores: PairedScores, role: Role, estimate: Estimate, null: float, step: HolmStep, settings: GateSettings
+) -> MetricDecision:
+    lower, upper = estimate.lower(step.level), estimate.upper(settings.alpha)
+    refused_below = settings.smallest_gain if role == "target" else null
+    enough = estimate.clusters >= settings.min_clusters and estimate.examples >= settings.min_examples
+    # A guard's version is planned as one without loss, a target's as one that truly gains what was seen.
+    effect = max(0.0, estimate.centre) if role == "guard" else estimate.centre
+    needed = clusters_needed(estimate, null, effect, step.level, settings.power)
+    verdict: Verdict
+    if enough and upper < refused_below:
+        verdict = "fail"
+    elif enough and lower > null:
+        verdict, needed = "pass", None
+    else:
+        verdict = "inconclusive"
+        needed = max(needed or 0, 0 if enough else settings.min_clusters) or None
+    reason = _explain(scores, role, verdict, estimate, lower, upper, null, needed, enough, settings)
+    return MetricDecision(
+        metric=scores.metric,
+        role=role,
+        verdict=verdict,
+        reason=reason,
+        unit=scores.unit,
+        reference=scores.baseline_name,
+        candidate=scores.candidate_name,
+        reference_mean=float(scores.baseline.mean()) if estimate.examples else None,
+        candidate_mean=float(scores.candidate.mean()) if estimate.examples else None,
+        difference=estimate.difference,
+        lower=_finite(lower),
+        upper=_finite(upper),
+        null=null,
+        level=step.level,
+        p_value=estimate.p_above(null),
+        p_adjusted=step.adjusted,
+        standard_error=_finite(estimate.standard_error),
+        degrees=estimate.degrees,
+        examples=estimate.examples,
+        clusters=estimate.clusters,
+        clusters_needed=needed,
+    )
+
+
+def _explain(
+    scores: PairedScores,
+    role: Role,
+    verdict: Verdict,
+    estimate: Estimate,
+    lower: float,
+    upper: float,
+    null: float,
+    needed: int | None,
+    enough: bool,
+    settings: GateSettings,
+) -> str:
+    """One sentence on why this metric was judged so."""
+    show = _as_ratio if scores.kind == "perplexity" else _as_points
+    versus = f"{scores.candidate_name} against {scores.baseline_name}: {show(estimate.difference)}"
+    if role == "target":
+        bar, goal = "no difference", "a gain"
+        refusal = f"even in the best case ({show(upper)}) the gain is below the smallest worth a swap"
+        refusal += f" ({show(settings.smallest_gain)})"
+    else:
+        bar, goal = f"the accepted {show(null)}", "that nothing was lost"
+        refusal = f"worse than accepted: at best {show(upper)}, while {show(null)} is allowed"
+    if verdict == "fail":
+        return f"{versus}; {refusal}"
+    if verdict == "pass":
+        return f"{versus}, at worst {show(lower)}; that is above {bar}"
+    if not enough:
+        return (
+            f"{versus}; too little data to prove {goal}: {estimate.examples} examples in {estimate.clusters} sessions,"
+            f" at least {settings.min_examples} in {settings.min_clusters} are needed"
+        )
+    more = (
+        f"; about {needed - estimate.clusters} more sessions would probably decide" if _more(needed, estimate) else ""
+    )
+    return f"{versus}, at worst {show(lower)}; not enough to prove {goal} (the bar is {bar}){more}"
+
+
+def _more(needed: int | None, estimate: Estimate) -> bool:
+    return needed is not None and needed > estimate.clusters
+
+
+def _as_points(difference: float) -> str:
+    return f"{100 * difference:+.1f} points"
+
+
+def _as_ratio(log_prob_difference: float) -> str:
+    return (
+        f"perplexity x {math.exp(-log_prob_difference):.3f}" if abs(log_prob_difference) < 700 else "perplexity x inf"
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
