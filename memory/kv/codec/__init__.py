@@ -1,0 +1,1 @@
+"""Codecs: how the KV of one chunk becomes the payload of its file, and back."""

@@ -1,0 +1,169 @@
+"""The background writer: one thread that encodes chunks and stores them, so that serving waits for no disk.
+
+Invariants:
+- Chunks are written in the order they came. A chunk stays visible here until it is written or has failed.
+- What waits never exceeds the budget; `submit` refuses instead of waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from memory.kv.tiers.base import ChunkData, Stored
+from memory.kv.tiers.ram import stored
+
+logger = logging.getLogger(__name__)
+Use = tuple[bytes, float, int]
+
+
+class Writer:
+    """Thread-safe. `write` and `touch` are called on the writer's thread only. Close it."""
+
+    def __init__(
+        self,
+        write: Callable[[ChunkData], bool],
+        touch: Callable[[Iterable[Use]], None],
+        written: Callable[[bytes], None],
+        queue_bytes: int,
+        nice: int,
+    ) -> None:
+        self._write = write
+        self._touch = touch
+        self._written = written
+        self._queue_bytes = queue_bytes
+        self._changed = threading.Condition()
+        self._chunks: OrderedDict[bytes, ChunkData] = OrderedDict()
+        self._uses: dict[bytes, Use] = {}
+        self._bytes = 0
+        self._busy: bytes | None = None
+        self._touching = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, args=(nice,), name="kvloop-kv-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, chunk: ChunkData) -> bool:
+        """Takes a chunk to write; False where the queue is full or closed."""
+        with self._changed:
+            if chunk.key in self._chunks:
+                return True
+            if self._closing or self._bytes + chunk.kv.nbytes > self._queue_bytes:
+                return False
+            self._chunks[chunk.key] = chunk
+            self._bytes += chunk.kv.nbytes
+            self._changed.notify_all()
+            return True
+
+    def use(self, keys: Iterable[bytes], stamp: float, hits: int) -> None:
+        """Takes uses of stored chunks to record, when there is time."""
+        with self._changed:
+            for key in keys:
+                before = self._uses.get(key, (key, 0.0, 0))
+                self._uses[key] = (key, max(stamp, before[1]), hits + before[2])
+            self._changed.notify_all()
+
+    def get(self, key: bytes) -> ChunkData | None:
+        """The chunk, if it still waits."""
+        with self._changed:
+            return self._chunks.get(key)
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+        """Those of `keys` that still wait. See `Lookup.find`."""
+        with self._changed:
+            return {key: stored(self._chunks[key]) for key in keys if key in self._chunks}
+
+    def lengths(self, parent: bytes) -> list[int]:
+        """See `Lookup.lengths`."""
+        return sorted({chunk.tokens for chunk in self.siblings(parent, len(self._chunks))})
+
+    def siblings(self, parent: bytes, limit: int) -> list[Stored]:
+        """See `Lookup.siblings`."""
+        with self._changed:
+            waiting = [stored(chunk) for chunk in reversed(self._chunks.values()) if chunk.parent == parent]
+        return waiting[:limit]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Raw KV that waits."""
+        with self._changed:
+            return self._bytes
+
+    def cancel(self, keys: Iterable[bytes] | None = None) -> None:
+        """Forgets chunks that wait (all, by default); returns when none of them is being written any more."""
+        with self._changed:
+            wanted = set(self._chunks) if keys is None else set(keys)
+            for key in wanted & set(self._chunks):
+                if key != self._busy:
+                    self._bytes -= self._chunks.pop(key).kv.nbytes
+            self._changed.wait_for(lambda: self._busy not in wanted)
+            self._changed.notify_all()
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until nothing is left to write; False when it takes longer than `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._chunks or self._uses or self._touching), timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Takes nothing more, waits up to `timeout` seconds for what is queued, drops the rest, ends the thread."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._closing = True
+        done = self.flush(timeout)
+        with self._changed:
+            for key in [key for key in self._chunks if key != self._busy]:
+                self._bytes -= self._chunks.pop(key).kv.nbytes
+            self._changed.notify_all()
+        self._thread.join(max(1.0, deadline - time.monotonic()))
+        return done
+
+    def _run(self, nice: int) -> None:
+        _lower_priority(nice)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._chunks or self._uses or self._closing)
+                chunk = next(iter(self._chunks.values()), None)
+                uses = list(self._uses.values()) if chunk is None else []
+                if chunk is None and not uses:
+                    return
+                self._busy = chunk.key if chunk else None
+                if uses:
+                    self._uses.clear()
+                    self._touching = True
+            if chunk is not None:
+                self._store(chunk)
+            else:
+                self._record(uses)
+
+    def _store(self, chunk: ChunkData) -> None:
+        try:
+            if self._write(chunk):
+                self._written(chunk.key)
+        except Exception:
+            logger.exception("writing a chunk of KV memory failed")
+        finally:
+            with self._changed:
+                self._bytes -= self._chunks.pop(chunk.key).kv.nbytes
+                self._busy = None
+                self._changed.notify_all()
+
+    def _record(self, uses: list[Use]) -> None:
+        try:
+            self._touch(uses)
+        except Exception:
+            logger.exception("recording uses of KV memory failed")
+        finally:
+            with self._changed:
+                self._touching = False
+                self._changed.notify_all()
+
+
+def _lower_priority(nice: int) -> None:
+    """On Linux a thread has a niceness of its own: encoding then takes only time that serving leaves."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    except OSError as error:
+        logger.info("the writer of KV memory keeps its priority: %s", error)

@@ -1,0 +1,65 @@
+"""A small identity, KV that depends on its tokens, and the check that what is restored is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory.kv.identity import LAYOUT, KVIdentity
+from memory.kv.settings import KVSettings
+from memory.kv.store import KVStore
+
+CHUNK = 32
+SETTINGS = KVSettings(chunk_tokens=CHUNK, min_tokens=4, disk_reserve_bytes=0, retry_seconds=0.0, lock_seconds=20.0)
+
+
+def identity(**changes: Any) -> KVIdentity:
+    """The identity of the tests, with some fields changed."""
+    fields: dict[str, Any] = {
+        "weights_id": "ab" * 32,
+        "compute_format": "bf16",
+        "kv_dtype": "bfloat16",
+        "layers": 3,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "layout": LAYOUT,
+        "rope": '{"theta":10000}',
+        "attention": "{}",
+        "tenant_secret": "secret",
+    }
+    return KVIdentity(**(fields | changes))
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that depend on the seed from the first one on."""
+    return [int(value) for value in np.random.default_rng(seed).integers(0, 50_000, tokens)]
+
+
+def kv_of(ids: list[int], of: KVIdentity | None = None) -> NDArray[Any]:
+    """KV in which every number depends on all tokens up to its own, as in a real cache; any bit pattern occurs."""
+    of = of or identity()
+    running = np.cumsum(np.asarray(ids, np.uint64) * np.uint64(2654435761) + np.uint64(12345))
+    layers, pair, heads, tokens, dim = of.shape(len(ids))
+    place = np.arange(layers * pair * heads * dim, dtype=np.uint64).reshape(layers, pair, heads, 1, dim)
+    mixed = (running[:, None] * np.uint64(0x9E3779B97F4A7C15)) ^ (place * np.uint64(0xC2B2AE3D27D4EB4F))
+    mixed ^= mixed >> np.uint64(29)
+    return np.ascontiguousarray(mixed.astype(f"<u{of.dtype.itemsize}")).view(of.dtype)
+
+
+def open_store(folder: Path, **changes: Any) -> KVStore:
+    """A store with small chunks."""
+    return KVStore(SETTINGS.model_copy(update=changes), folder)
+
+
+def restore(store: KVStore, ids: list[int], of: KVIdentity | None = None) -> int:
+    """Matches and loads `ids`; proves that what came is exactly their KV, and returns how many tokens came."""
+    of = of or identity()
+    match = store.match(of, ids)
+    out = np.zeros(of.shape(len(ids)), of.dtype)
+    tokens = store.load(of, match, out)
+    assert tokens <= match.tokens <= len(ids)
+    assert out[:, :, :, :tokens].tobytes() == kv_of(ids, of)[:, :, :, :tokens].tobytes()
+    return tokens
