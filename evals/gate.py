@@ -234,14 +234,9 @@ def _explain(
             f"{versus}; too little data to prove {goal}: {estimate.examples} examples in {estimate.clusters} sessions,"
             f" at least {settings.min_examples} in {settings.min_clusters} are needed"
         )
-    more = (
-        f"; about {needed - estimate.clusters} more sessions would probably decide" if _more(needed, estimate) else ""
-    )
+    missing = (needed or 0) - estimate.clusters
+    more = f"; about {missing} more sessions would probably decide" if missing > 0 else ""
     return f"{versus}, at worst {show(lower)}; not enough to prove {goal} (the bar is {bar}){more}"
-
-
-def _more(needed: int | None, estimate: Estimate) -> bool:
-    return needed is not None and needed > estimate.clusters
 
 
 def _as_points(difference: float) -> str:
