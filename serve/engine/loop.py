@@ -1,0 +1,164 @@
+"""The engine's thread: takes in jobs, lets the scheduler admit them, computes steps, ends jobs.
+
+Only this thread touches scheduler, sequences and buffers. Other threads leave jobs, aborts and restored KV in an
+inbox under one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import torch
+
+from serve.engine.errors import EngineClosed, EngineError, QueueFull
+from serve.engine.kv_memory import KVMemory
+from serve.engine.pages import PageBudget
+from serve.engine.request import FailedEvent
+from serve.engine.scheduler import Scheduler, Step
+from serve.engine.sequence import Job, Restored, Ticket
+from serve.engine.settings import EngineSettings
+from serve.engine.stepper import Stepper
+from serve.engine.versions import Versions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Inbox:
+    jobs: list[Job] = field(default_factory=list)
+    restored: list[tuple[Job, tuple[Restored, ...]]] = field(default_factory=list)
+    aborted: bool = False
+    closing: bool = False
+
+    def has_news(self) -> bool:
+        return bool(self.jobs or self.restored or self.aborted or self.closing)
+
+
+def use_threads(settings: EngineSettings) -> None:
+    """Sets the calling thread's number of compute threads."""
+    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+
+
+class EngineLoop:
+    """Runs jobs to their end. `put`, `abort` and `close` are thread-safe."""
+
+    def __init__(
+        self, settings: EngineSettings, budget: PageBudget, versions: Versions, memory: KVMemory | None
+    ) -> None:
+        self._settings = settings
+        self._versions = versions
+        self._memory = memory
+        self.scheduler = Scheduler(budget, settings.max_batch, settings.prefill_chunk, settings.prefill_chunk_busy)
+        self.stepper = Stepper(self.scheduler, memory, self._end)
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not admitted yet."""
+        return self._waiting
+
+    def put(self, jobs: Many[Job]) -> None:
+        """Queues `jobs` together. Raises `QueueFull` or `EngineClosed`; then none was queued."""
+        with self._changed:
+            if self._inbox.closing:
+                raise EngineClosed("the engine is closed")
+            if self._waiting >= self._settings.queue_limit:
+                raise QueueFull(self._waiting, retry_after=max(1.0, self._waiting / self._settings.max_batch))
+            self._waiting += len(jobs)
+            self._inbox.jobs += jobs
+            self._changed.notify()
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ends what is left of a submission before the next step."""
+        with self._changed:
+            ticket.aborted = True
+            self._inbox.aborted = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Fails what is still in flight, ends the thread and waits for it."""
+        with self._changed:
+            self._inbox.closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        use_threads(self._settings)
+        with torch.inference_mode():
+            while self._take_in():
+                for job in self.scheduler.admit():
+                    self._restore(job)
+                step = self.scheduler.next_step()
+                if step is not None:
+                    self._execute(step)
+        for job in self.scheduler.jobs:
+            self._fail(job, EngineClosed("the engine was closed before this request ended"))
+
+    def _take_in(self) -> bool:
+        """Waits until there is something to do and takes in what other threads left. False: close."""
+        with self._changed:
+            while not (self._inbox.has_news() or self.scheduler.can_work):
+                self._changed.wait()
+            news = self._inbox
+            self._inbox = _Inbox(closing=news.closing)
+            for job in news.jobs:
+                self.scheduler.add(job)
+        for job, restored in news.restored:
+            self._start(job, restored)
+        if news.aborted:
+            for job in self.scheduler.jobs:
+                if job.ticket.aborted:
+                    self._give_up(job)
+        with self._changed:
+            self._waiting = self.scheduler.waiting + len(self._inbox.jobs)
+        return not news.closing
+
+    def _restore(self, job: Job) -> None:
+        """Lets memory fill the job's buffer first, where there is a memory and the job may use it."""
+        if self._memory is None or not self._memory.restore(job, self._leave_restored):
+            self._start(job, ())
+
+    def _leave_restored(self, job: Job, restored: tuple[Restored, ...]) -> None:
+        with self._changed:
+            self._inbox.restored.append((job, restored))
+            self._changed.notify()
+
+    def _start(self, job: Job, restored: tuple[Restored, ...]) -> None:
+        if job.ended:
+            return
+        job.restored = restored
+        job.leader.computed = sum(run.tokens for run in restored)
+        self.scheduler.start(job.leader)
+
+    def _execute(self, step: Step) -> None:
+        try:
+            self.stepper.execute(step)
+        except Exception as error:  # this step's requests fail; the others go on
+            log.exception("a step failed")
+            for job in {work.sequence.job for work in step.works}:
+                if not job.ended:
+                    self._fail(job, EngineError(f"computing the reply failed: {error}"))
+
+    def _end(self, job: Job) -> None:
+        job.ended = True
+        self.scheduler.remove(job)
+        self._versions.release(job.version)
+
+    def _give_up(self, job: Job) -> None:
+        """Ends an aborted job; what it computed is remembered, so that a retry does not pay again."""
+        if self._memory is not None:
+            for sequence in job.sequences:
+                self._memory.save(sequence)
+        self._end(job)
+
+    def _fail(self, job: Job, error: EngineError) -> None:
+        self._end(job)
+        job.emit(FailedEvent(job.place, error))
