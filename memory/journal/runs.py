@@ -1,7 +1,7 @@
 """Pipeline runs: a row with steps, and a lease that keeps two runs of a kind from overlapping.
 
 Invariants: a finished step keeps its first result; a step is recorded only while its lease is held (checked in the same
-transaction), so a process that slept through its lease cannot write over the one that took over; a run ends once.
+transaction), so a process that slept cannot write over the one that took its lease; a run ends once.
 """
 
 from __future__ import annotations
@@ -125,11 +125,13 @@ class Runs(JournalPart):
             return held is None
 
     def heartbeat(self, kind: str, owner: str, ttl: float) -> None:
-        """Keeps the lease for another `ttl` seconds. Raises `LeaseLost` when it ran out or was taken."""
-        now = self._clock()
-        mine = and_(leases.c.kind == kind, leases.c.owner == owner, leases.c.expires_at > now)
+        """Keeps the lease for another `ttl` seconds, also one that ran out and that nobody took since.
+
+        Raises `LeaseLost` when somebody else has it.
+        """
+        mine = and_(leases.c.kind == kind, leases.c.owner == owner)
         with self._writing() as connection:
-            if not connection.execute(update(leases).where(mine).values(expires_at=now + ttl)).rowcount:
+            if not connection.execute(update(leases).where(mine).values(expires_at=self._clock() + ttl)).rowcount:
                 raise LeaseLost(f"{owner!r} no longer holds the lease of {kind!r}")
 
     def release_lease(self, kind: str, owner: str) -> None:
@@ -145,11 +147,11 @@ class Runs(JournalPart):
         return None if row is None else Lease(**row._mapping)
 
     def _mine(self, connection: Connection, run_id: str, owner: str | None) -> Run:
-        """The run, after proof that `owner` still holds its lease."""
+        """The run, after proof that nobody took its lease from `owner`."""
         run = _read_run(connection, run_id)
         if owner is None:
             return run
-        valid = and_(leases.c.kind == run.kind, leases.c.owner == owner, leases.c.expires_at > self._clock())
+        valid = and_(leases.c.kind == run.kind, leases.c.owner == owner)
         if connection.execute(select(leases.c.kind).where(valid)).one_or_none() is None:
             raise LeaseLost(f"{owner!r} no longer holds the lease of {run.kind!r}")
         return run

@@ -86,9 +86,11 @@ def test_a_lease_has_one_owner_until_it_runs_out(url: str) -> None:
         assert (lease.owner, lease.expires_at) == ("a", clock.now + 1)
         clock.now += 1
         assert journal.get_lease("retrain") is None
+        journal.heartbeat("retrain", "a", 10)
+        clock.now += 10
+        assert journal.acquire_lease("retrain", "b", 10)
         with pytest.raises(LeaseLost):
             journal.heartbeat("retrain", "a", 10)
-        assert journal.acquire_lease("retrain", "b", 10)
         journal.release_lease("retrain", "a")
         assert not journal.acquire_lease("retrain", "a", 10)
         journal.release_lease("retrain", "b")
@@ -102,8 +104,11 @@ def test_who_slept_through_the_lease_writes_nothing(url: str) -> None:
         journal.acquire_lease("retrain", "a", 10)
         journal.finish_step(run.id, "curate", {}, owner="a")
         clock.now += 11
+        journal.begin_attempt(run.id, owner="a")  # nobody took the lease: nothing to fear
+        assert journal.acquire_lease("retrain", "b", 10)
         for late in (
             lambda: journal.finish_step(run.id, "train", {}, owner="a"),
+            lambda: journal.begin_attempt(run.id, owner="a"),
             lambda: journal.forget_step(run.id, "curate", owner="a"),
             lambda: journal.finish_run(run.id, {}, owner="a"),
             lambda: journal.fail_run(run.id, "", owner="a"),
