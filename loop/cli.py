@@ -17,9 +17,12 @@ from rich.table import Table
 
 from loop.config import Config, ConfigError, describe, load
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(
-    "A serving tier that remembers, a post-training job that learns from it, and the loop between them."
-))
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help=("A serving tier that remembers, a post-training job that learns from it, and the loop between them."),
+)
 say = Console(stderr=True, highlight=False)
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
@@ -36,7 +39,9 @@ class Context:
 @app.callback()
 def common(
     context: typer.Context,
-    home: Annotated[Path | None, typer.Option(help="Folder with all state (default ./.kvloop, or KVLOOP_HOME).")] = None,
+    home: Annotated[
+        Path | None, typer.Option(help="Folder with all state (default ./.kvloop, or KVLOOP_HOME).")
+    ] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
     ] = None,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from evals.settings import EvalSettings, GateSettings
 from memory.files import write_atomic
 from memory.journal.settings import JournalSettings
-from memory.kv.settings import KVSettings
 from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings
 from serve.gateway.settings import GatewaySettings
 from serve.pull import DEFAULT_MODEL
@@ -48,7 +48,6 @@ class Config(BaseModel):
     follow_seconds: float = Field(default=0.5, gt=0, le=3)
     """How often the follower looks where MLflow's `champion` alias points."""
     journal: JournalSettings
-    kv: KVSettings
     worker: WorkerSettings
     gateway: GatewaySettings
     registry: RegistrySettings
@@ -59,7 +58,9 @@ class Config(BaseModel):
     schedule: ScheduleSettings
 
 
-def load(overrides: Sequence[str] = (), home: Path | None = None, environment: Mapping[str, str] | None = None) -> Config:
+def load(
+    overrides: Sequence[str] = (), home: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Config:
     """Reads the configuration of the install in `home`.
 
     `overrides` are `section.key=value` strings from the command line. Raises `ConfigError`.
@@ -136,8 +137,8 @@ def _check_known(found: Mapping[str, Any], model: type[BaseModel], source: str, 
             known = [name for name, _ in describe()]
             near = difflib.get_close_matches(prefix + key, known, n=1, cutoff=0.0)
             raise ConfigError(f"unknown setting {prefix + key!r} in {source}; the nearest known one is {near[0]!r}")
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        section = section_of(field)
+        if section is not None:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"setting {prefix + key!r} in {source} is a section, not a value: {value!r}")
             _check_known(value, section, source, f"{prefix}{key}.")
@@ -146,9 +147,16 @@ def _check_known(found: Mapping[str, Any], model: type[BaseModel], source: str, 
 def _fill_derived(values: dict[str, Any], home: Path) -> None:
     """Paths that follow from `home`, so that one folder holds all state unless a setting says otherwise."""
     for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if section_of(field) is not None:
             values.setdefault(name, {})
     values["journal"].setdefault("url", f"sqlite:///{home / 'journal.db'}")
+    worker = {name: WorkerSettings.model_fields[name].default for name in ("host", "port")} | values["worker"]
+    values["worker"].setdefault("kv_folder", home / "kv")
+    values["gateway"].setdefault("journal_url", values["journal"]["url"])
+    values["gateway"].setdefault("workers", [f"http://{worker['host']}:{worker['port']}"])
+    values["gateway"].setdefault("model_dir", home / "models" / str(values.get("model", DEFAULT_MODEL)))
+    values["gateway"].setdefault("secret_file", home / "secret")
+    values["gateway"].setdefault("admin_token_file", home / "admin-token")
     values["registry"].setdefault("folder", home / "mlflow")
     values["schedule"].setdefault("folder", home / "schedule")
     values["retrain"].setdefault("folder", home / "runs")
@@ -157,11 +165,17 @@ def _fill_derived(values: dict[str, Any], home: Path) -> None:
 def describe(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yields (`section.key`, docstring) for every setting there is."""
     for name, field in model.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
+        section = section_of(field)
+        if section is not None:
             yield from describe(section, f"{prefix}{name}.")
         else:
             yield prefix + name, field.description or ""
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The settings model a field holds, or None for a plain value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def secret_file(path: Path) -> Path:

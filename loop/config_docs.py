@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from loop.config import Config
+from loop.config import Config, section_of
 
 HEADER = """# Configuration
 
@@ -36,16 +37,20 @@ force. The home folder is `./.kvloop`, or `KVLOOP_HOME`, or `kvloop --home`.
 
 def markdown() -> str:
     """The whole page."""
-    parts = [HEADER, _table("Top level", "", Config)]
-    for name, field in Config.model_fields.items():
-        section = _section(field)
+    return "\n".join([HEADER, *_sections("", Config)])
+
+
+def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    title = f"`[{prefix.removesuffix('.')}]`" if prefix else "Top level"
+    introduction = inspect.cleandoc(model.__doc__ or "") if prefix else ""
+    yield _table(title, prefix, model, introduction)
+    for name, field in model.model_fields.items():
+        section = section_of(field)
         if section is not None:
-            introduction = (section.__doc__ or "").strip().replace("\n    ", "\n")
-            parts.append(f"{_table(f'`[{name}]`', f'{name}.', section, introduction)}")
-    return "\n".join(parts)
+            yield from _sections(f"{prefix}{name}.", section)
 
 
-def _table(title: str, prefix: str, model: type[BaseModel], introduction: str = "") -> str:
+def _table(title: str, prefix: str, model: type[BaseModel], introduction: str) -> str:
     lines = [f"## {title}", ""]
     if introduction:
         lines += [introduction, ""]
@@ -56,7 +61,7 @@ def _table(title: str, prefix: str, model: type[BaseModel], introduction: str = 
 
 def _rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
-        if _section(field) is None:
+        if section_of(field) is None:
             yield name, _default(field), " ".join((field.description or "").split()).replace("|", "\\|")
 
 
@@ -67,8 +72,3 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, Path):
         value = str(value)
     return f"`{json.dumps(value, default=str)}`"
-
-
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

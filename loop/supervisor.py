@@ -22,9 +22,7 @@ import httpx
 from loop.config import Config, secret_file
 from loop.processes import Child, python_module
 from memory.files import write_atomic
-from serve.gateway.settings import GatewaySettings
 from serve.pull import pull
-from serve.worker.settings import WorkerSettings
 
 READY_SECONDS = 120.0
 GRACE_SECONDS = 15.0
@@ -43,25 +41,6 @@ class Addresses:
 
 def run_folder(home: Path) -> Path:
     return home / "run"
-
-
-def worker_settings(config: Config, model_dir: Path) -> WorkerSettings:
-    """The worker's settings with the paths that follow from this install."""
-    return config.worker.model_copy(
-        update={"model": model_dir, "kv_folder": config.home / "kv", "kv": config.kv},
-    )
-
-
-def gateway_settings(config: Config, model_dir: Path) -> GatewaySettings:
-    return config.gateway.model_copy(
-        update={
-            "model": model_dir,
-            "journal": config.journal,
-            "workers": (f"http://{config.worker.host}:{config.worker.port}",),
-            "secret_file": secret_file(config.home / "secret"),
-            "admin_token_file": secret_file(config.home / "admin-token"),
-        },
-    )
 
 
 @contextmanager
@@ -83,9 +62,11 @@ class Supervisor:
         self._config = config
         self._say = say
         self._stop = False
+        for name in ("secret", "admin-token"):
+            secret_file(config.home / name)
         model_dir = pull(config.model, config.home / "models")
-        self._worker_settings = worker_settings(config, model_dir)
-        self._gateway_settings = gateway_settings(config, model_dir)
+        self._worker_settings = config.worker.model_copy(update={"model": model_dir})
+        self._gateway_settings = config.gateway.model_copy(update={"model_dir": model_dir})
         self.addresses = Addresses(
             gateway=f"http://{config.gateway.host}:{config.gateway.port}",
             worker=f"http://{config.worker.host}:{config.worker.port}",

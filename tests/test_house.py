@@ -25,7 +25,9 @@ def test_every_folder_says_what_lives_there(package: str) -> None:
             assert (folder / "__init__.py").read_text().startswith('"""'), folder
 
 
-@pytest.mark.parametrize("module", ["loop.cli", "serve.gateway.app", "memory.kv.store", "memory.journal", "loop.supervisor"])
+@pytest.mark.parametrize(
+    "module", ["loop.cli", "serve.gateway.app", "memory.kv.store", "memory.journal", "loop.supervisor"]
+)
 def test_light_parts_start_without_heavy_packages(module: str) -> None:
     heavy = "torch transformers trl peft mlflow datasets".split()
     code = f"import {module}, sys; print([name for name in {heavy!r} if name in sys.modules])"

@@ -41,7 +41,12 @@ class Client:
             while not stop.is_set():
                 try:
                     self._turn(client)
-                except (openai.APIConnectionError, openai.InternalServerError, openai.APIError, httpx.TransportError) as error:
+                except (
+                    openai.APIConnectionError,
+                    openai.InternalServerError,
+                    openai.APIError,
+                    httpx.TransportError,
+                ) as error:
                     self.failures += 1
                     if isinstance(error, openai.APIStatusError) and error.status_code not in (409, 429, 502, 503):
                         self.surprises.append(f"{error.status_code}: {error.message}")
@@ -74,7 +79,7 @@ class Client:
 
 @pytest.fixture
 def running(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Running]:
-    running = Running(tmp_path / "home", tiny_model_dir, "kv.chunk_tokens=32")
+    running = Running(tmp_path / "home", tiny_model_dir, "worker.kv.chunk_tokens=32")
     running.start()
     yield running
     running.stop()
