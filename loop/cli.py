@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loop.config import Config, ConfigError, describe, load
+from loop.config import Config, ConfigError, load
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,9 +39,7 @@ class Context:
 @app.callback()
 def common(
     context: typer.Context,
-    home: Annotated[
-        Path | None, typer.Option(help="Folder with all state (default ./.kvloop, or KVLOOP_HOME).")
-    ] = None,
+    home: Annotated[Path | None, typer.Option(help="Folder with all state; default ./.kvloop, or KVLOOP_HOME.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
     ] = None,

@@ -1,4 +1,4 @@
-"""The docs keep up with the code: every command, endpoint, metric and setting is described, and links lead somewhere."""
+"""The docs keep up with the code: every command, endpoint, metric and setting is described; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from loop.cli import app as command_line
 from loop.config import describe
 from loop.config_docs import markdown
-from serve.gateway.app import create_app
-from serve.gateway.metrics import Metrics as GatewayMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

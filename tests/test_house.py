@@ -29,7 +29,7 @@ def test_every_folder_says_what_lives_there(package: str) -> None:
     "module", ["loop.cli", "serve.gateway.app", "memory.kv.store", "memory.journal", "loop.supervisor"]
 )
 def test_light_parts_start_without_heavy_packages(module: str) -> None:
-    heavy = "torch transformers trl peft mlflow datasets".split()
+    heavy = ["torch", "transformers", "trl", "peft", "mlflow", "datasets"]
     code = f"import {module}, sys; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
