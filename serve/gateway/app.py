@@ -1,0 +1,164 @@
+"""The ASGI application: routes, and the edge where every failure becomes an answer in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.gateway import chat, feedback, responses, sessions, system
+from serve.gateway.errors import ApiError, internal
+from serve.gateway.logs import event
+from serve.gateway.service import Gateway, close_gateway, open_gateway
+from serve.gateway.settings import GatewaySettings
+from serve.gateway.streaming import ClientGone
+
+# A body cut off by its client is answered like this, for the log's sake: nobody hears it.
+_CLIENT_GONE = 499
+_KEEP_SECONDS = 1.0
+
+
+def routes() -> list[Route]:
+    """Every route the gateway has."""
+    return [
+        Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.read, methods=["GET"]),
+        Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/models", system.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", system.model, methods=["GET"]),
+        Route("/v1/sessions", sessions.create, methods=["POST"]),
+        Route("/v1/sessions", sessions.index, methods=["GET"]),
+        Route("/v1/sessions/{session_id}", sessions.read, methods=["GET"]),
+        Route("/v1/sessions/{session_id}", sessions.delete, methods=["DELETE"]),
+        Route("/v1/sessions/{session_id}/fork", sessions.fork, methods=["POST"]),
+        Route("/v1/feedback", feedback.create, methods=["POST"]),
+        Route("/v1/kvloop/status", system.status, methods=["GET"]),
+        Route("/internal/versions", system.versions, methods=["GET"]),
+        Route("/internal/versions/activate", system.activate, methods=["POST"]),
+        Route("/health", system.health, methods=["GET"]),
+        Route("/metrics", system.metrics, methods=["GET"]),
+    ]
+
+
+def create_app(settings: GatewaySettings) -> ASGIApp:
+    """The application; it opens everything when its lifespan starts, and closes it when that ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        gateway = await open_gateway(settings)
+        app.state.gateway = gateway
+        keeper = asyncio.get_running_loop().create_task(gateway.versions.keep(_KEEP_SECONDS))
+        event("gateway started", workers=list(settings.workers), served=settings.served_name)
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeper
+            await close_gateway(gateway)
+            event("gateway stopped")
+
+    app = Starlette(
+        routes=routes(),
+        lifespan=lifespan,
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, ClientGone: _gone, Exception: _defect},
+    )
+    return Edge(app, settings.max_body_bytes)
+
+
+class Edge:
+    """Outermost: limits bodies, counts and logs requests, and keeps a defect from ending the connection badly."""
+
+    def __init__(self, app: Starlette, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._path_of = {route.endpoint: route.path for route in routes()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, self._limited(scope, receive), watched_send)
+        except Exception as error:  # noqa: BLE001  (the edge of every request)
+            # Starlette has answered already; what is left is to say why in the log.
+            event("request failed", level=logging.ERROR, error=error, path=scope["path"])
+        finally:
+            route = self._path_of.get(scope.get("endpoint", _http_error), "unmatched")
+            self._note(scope, route, status or _CLIENT_GONE, time.monotonic() - started)
+
+    def _note(self, scope: Scope, route: str, status: int, seconds: float) -> None:
+        gateway: Gateway | None = getattr(self._app.state, "gateway", None)
+        if gateway is not None:
+            gateway.metrics.requests.labels(route, str(status)).inc()
+            if status == _CLIENT_GONE:
+                gateway.metrics.disconnects.inc()
+        level = logging.DEBUG if route in ("/health", "/metrics") else logging.INFO
+        event("request", level=level, method=scope["method"], route=route, status=status, seconds=round(seconds, 4))
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        received = int(declared) if declared.isdigit() and int(declared) > self._max_body_bytes else 0
+
+        async def limited_receive() -> Message:
+            nonlocal received
+            if received <= self._max_body_bytes:
+                message = await receive()
+                received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise ApiError(
+                    413, f"The request body is larger than {self._max_body_bytes} bytes.", code="body_too_large"
+                )
+            return message
+
+        return limited_receive
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    gateway: Gateway = request.app.state.gateway
+    gateway.metrics.errors.labels(error.code or "none").inc()
+    return JSONResponse(error.body(), error.status, headers=error.headers())
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    place = f"{request.method} {request.url.path}"
+    messages: Mapping[int, str] = {
+        404: f"There is no route {place}.",
+        405: f"{place} is not allowed here.",
+    }
+    told = ApiError(error.status_code, messages.get(error.status_code, error.detail), code="not_found")
+    if error.status_code == 405:
+        told.code = "method_not_allowed"
+    return JSONResponse(told.body(), error.status_code, headers=dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    told = internal()
+    return JSONResponse(told.body(), told.status)

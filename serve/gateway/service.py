@@ -1,0 +1,178 @@
+"""What the routes share, and one turn from request to journal.
+
+Invariants: whatever a turn holds (its session, its version) is given back when its context ends, also when the client
+leaves; `commit` has returned before anything final is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from memory.journal.journal import Journal
+from serve.backends.client import CompletionsClient
+from serve.backends.router import Router
+from serve.gateway.auth import Auth
+from serve.gateway.bodies import Sampling as SamplingBody
+from serve.gateway.errors import invalid
+from serve.gateway.generate import Generation, Sampling, check_length
+from serve.gateway.metrics import Metrics
+from serve.gateway.output import Piece
+from serve.gateway.settings import GatewaySettings
+from serve.gateway.text import TextCodec
+from serve.gateway.threads import Threads
+from serve.gateway.turns import Asked, Plan, Reply, Turns, new_response_id
+from serve.gateway.versions import Version, Versions
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """Everything a route needs; made once by `open_gateway`."""
+
+    settings: GatewaySettings
+    codec: TextCodec
+    journal: Journal
+    threads: Threads
+    router: Router
+    versions: Versions
+    turns: Turns
+    metrics: Metrics
+    auth: Auth
+
+    @asynccontextmanager
+    async def turn(
+        self, asked: Asked, body: SamplingBody, *, n: int, max_tokens: int | None, logprobs: int | None
+    ) -> AsyncIterator[Turn]:
+        """Plans a turn and holds its session and version until the context ends. Raises `ApiError`."""
+        if n > self.settings.max_choices:
+            raise invalid(f"'n' is at most {self.settings.max_choices} here, not {n}.", "n", "invalid_value")
+        if len(body.stop) > self.settings.max_stop_strings:
+            raise invalid(f"'stop' has at most {self.settings.max_stop_strings} strings here.", "stop", "invalid_value")
+        version = await self.versions.resolve(body.model)
+        plan = await self.threads.run(self.turns.plan, asked)
+        try:
+            sampling = Sampling(
+                max_tokens=check_length(self.codec, len(plan.prompt), max_tokens), temperature=body.temperature,
+                top_p=body.top_p, n=n, seed=body.seed, stop=body.stop, logprobs=logprobs,
+            )  # fmt: skip
+            generation = Generation(
+                plan, sampling, version, codec=self.codec, router=self.router, versions=self.versions,
+                metrics=self.metrics, cache_salt=self.auth.cache_salt(asked.tenant),
+            )  # fmt: skip
+            self.metrics.turns.labels(plan.found).inc()
+            with self.versions.pinned(version):
+                yield Turn(self, plan, version, generation, n)
+        finally:
+            self.turns.release(plan)
+
+
+class Turn:
+    """One running turn. Iterate `pieces`, then `commit`, then read the rest."""
+
+    def __init__(self, gateway: Gateway, plan: Plan, version: Version, generation: Generation, n: int) -> None:
+        self.plan = plan
+        self.version = version
+        self.created = time.time()
+        self._gateway = gateway
+        self._generation = generation
+        self._ids = [new_response_id() for _ in range(n)]
+
+    @property
+    def key(self) -> str:
+        """Random part of the first response's id, for ids derived from it."""
+        return self._ids[0].removeprefix("resp_")
+
+    def response_id(self, index: int = 0) -> str | None:
+        """The id under which a choice is kept; None when nothing is kept."""
+        return self._ids[index] if self.plan.asked.store else None
+
+    def pieces(self) -> AsyncGenerator[Piece]:
+        """Text as it becomes certain; see `Generation.pieces`."""
+        return self._generation.pieces()
+
+    def text(self, index: int = 0) -> str:
+        """A choice's whole text; final after `pieces` ended."""
+        return self._generation.choices[index].text
+
+    def finish_reason(self, index: int = 0) -> str:
+        """ "stop" or "length"."""
+        return self._generation.choices[index].finish_reason or "length"
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens sampled for all choices, those after a stop string's beginning included."""
+        return sum(choice.sampled for choice in self._generation.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens the model read."""
+        return len(self.plan.prompt)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of these, the ones whose KV was reused, as the worker counted them."""
+        return self._generation.usage.cached_tokens
+
+    def extras(self) -> dict[str, Any]:
+        """The worker's own account, and how the history was found."""
+        times = {"ttft_ms": self._generation.ttft_ms, "duration_ms": self._generation.duration_ms}
+        return {**self._generation.usage.extras, "history": self.plan.found, **times}
+
+    async def commit(self, params: dict[str, Any]) -> None:
+        """Journals the turn, unless the client asked for nothing to be stored. On disk when this returns."""
+        metrics = self._gateway.metrics
+        if self.plan.asked.store:
+            replies = [self._reply(index, params) for index in range(len(self._ids))]
+            await self._gateway.threads.run(self._gateway.turns.commit, self.plan, replies)
+        metrics.count_tokens(self._generation.usage, self.completion_tokens)
+        metrics.turn.observe(self._generation.duration_ms / 1000)
+
+    def _reply(self, index: int, params: dict[str, Any]) -> Reply:
+        choice, usage = self._generation.choices[index], self._generation.usage
+        extras = usage.extras
+        return Reply(
+            response_id=self._ids[index],
+            text=choice.text,
+            output_ids=choice.output_ids(),
+            finish_reason=self.finish_reason(index),
+            model=self.version.name,
+            weights_id=self.version.weights_id,
+            cached_tokens=usage.cached_tokens,
+            restored_tokens=int(extras.get("restored_tokens") or 0),
+            computed_tokens=self.prompt_tokens - usage.cached_tokens,
+            generated_tokens=choice.sampled,
+            fidelity=str(extras.get("fidelity") or "exact"),
+            spans=list(extras.get("spans") or []),
+            ttft_ms=self._generation.ttft_ms,
+            duration_ms=self._generation.duration_ms,
+            created_at=self.created,
+            params=params,
+        )
+
+
+async def open_gateway(settings: GatewaySettings) -> Gateway:
+    """Opens the journal, loads tokenizer and template, and takes up the serving version. Raises `ValueError` or
+    `OSError` for settings that point at something unusable. Close with `close_gateway`."""
+    auth = Auth.read(settings.keys_file, settings.secret_file, settings.admin_token_file)
+    codec = TextCodec(settings.model_dir)
+    threads = Threads(settings.journal_threads)
+    journal = await threads.run(Journal.open, settings.journal_url)
+    clients = [
+        CompletionsClient(url, read_seconds=settings.worker_read_seconds, load_seconds=settings.load_seconds)
+        for url in settings.workers
+    ]
+    router = Router(clients, wait_seconds=settings.worker_wait_seconds, poll_seconds=settings.worker_poll_seconds)
+    metrics = Metrics()
+    versions = Versions(journal, threads, router, metrics, settings.served_name)
+    await versions.restore()
+    return Gateway(settings, codec, journal, threads, router, versions, Turns(journal, codec), metrics, auth)
+
+
+async def close_gateway(gateway: Gateway) -> None:
+    """Finishes unloads, closes connections and the journal."""
+    await gateway.versions.close()
+    await gateway.router.close()
+    await gateway.threads.run(gateway.journal.close)

@@ -1,0 +1,136 @@
+"""`/v1/sessions`: create, list, read, fork, delete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from memory.journal.errors import NotFound
+from memory.journal.records import Response as Reply
+from memory.journal.records import Session
+from serve.gateway.bodies import ForkBody, SessionBody, read_body
+from serve.gateway.errors import conflict, invalid, not_found
+from serve.gateway.service import Gateway
+from serve.gateway.turns import new_session_id
+
+Json = dict[str, Any]
+_MOST = 100
+
+
+async def create(request: Request) -> Response:
+    """A new, empty session."""
+    gateway: Gateway = request.app.state.gateway
+    tenant = gateway.auth.tenant(request)
+    body = await read_body(request, SessionBody, empty_ok=True)
+    session = await gateway.threads.run(gateway.journal.create_session, tenant, new_session_id(), dict(body.metadata))
+    return JSONResponse(_shown(session))
+
+
+async def index(request: Request) -> Response:
+    """The tenant's sessions, newest first; `limit` (1 to 100) and `after` (a session id) page through them."""
+    gateway: Gateway = request.app.state.gateway
+    tenant = gateway.auth.tenant(request)
+    limit = _limit(request.query_params.get("limit", "20"))
+    after = request.query_params.get("after")
+    try:
+        # One more than asked for tells whether there is another page.
+        found = await gateway.threads.run(gateway.journal.list_sessions, tenant, limit + 1, after)
+    except NotFound as error:
+        raise not_found(f"Session '{after}' was not found.", "after") from error
+    page = [_shown(session) for session in found[:limit]]
+    edges = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JSONResponse({"object": "list", "data": page, "has_more": len(found) > limit, **edges})
+
+
+async def read(request: Request) -> Response:
+    """One session with its conversation: each message, and for replies the response that feedback can point at."""
+    gateway: Gateway = request.app.state.gateway
+    tenant, session_id = gateway.auth.tenant(request), request.path_params["session_id"]
+
+    def look() -> tuple[Session, list[Reply]]:
+        session = gateway.journal.get_session(tenant, session_id)
+        return session, [] if session.head_response is None else gateway.journal.chain(session.head_response)
+
+    try:
+        session, chain = await gateway.threads.run(look)
+    except NotFound as error:
+        raise _missing(session_id) from error
+    messages: list[Json] = []
+    for reply in chain:
+        messages += [{**message, "response_id": None} for message in reply.input_messages]
+        messages.append({**reply.output_message, "response_id": reply.id})
+    tokens = sum(len(reply.input_ids) + len(reply.output_ids) for reply in chain)
+    return JSONResponse(_shown(session) | {"messages": messages, "tokens": tokens})
+
+
+async def fork(request: Request) -> Response:
+    """A new session that shares the past of this one, up to its latest reply or an earlier one."""
+    gateway: Gateway = request.app.state.gateway
+    tenant, session_id = gateway.auth.tenant(request), request.path_params["session_id"]
+    body = await read_body(request, ForkBody, empty_ok=True)
+
+    def make() -> Session:
+        session = gateway.journal.get_session(tenant, session_id)
+        head = body.response_id or session.head_response
+        if head is None:
+            raise invalid(f"Session '{session_id}' has no reply to fork from yet.", "session_id")
+        if body.response_id is not None:
+            reply = gateway.journal.get_response(tenant, head)
+            within = {entry.id for entry in gateway.journal.list_responses(tenant, session_id)}
+            if session.head_response is not None:
+                within |= {entry.id for entry in gateway.journal.chain(session.head_response)}
+            if reply.id not in within:
+                raise not_found(f"Response '{head}' is not part of session '{session_id}'.", "response_id")
+        return gateway.journal.create_session(
+            tenant, new_session_id(), dict(body.metadata), head=head, parent=session_id
+        )
+
+    try:
+        return JSONResponse(_shown(await gateway.threads.run(make)))
+    except NotFound as error:
+        raise not_found(f"{error.kind.capitalize()} '{error.name}' was not found.", f"{error.kind}_id") from error
+
+
+async def delete(request: Request) -> Response:
+    """Removes a session's words; the receipt names what had already learned from them."""
+    gateway: Gateway = request.app.state.gateway
+    tenant, session_id = gateway.auth.tenant(request), request.path_params["session_id"]
+    busy = gateway.turns.busy
+    if not busy.acquire(tenant, session_id):
+        raise conflict(f"A turn is running in session '{session_id}'; delete it afterwards.", "session_busy")
+    try:
+        receipt = await gateway.threads.run(gateway.journal.delete_session, tenant, session_id)
+    except NotFound as error:
+        raise _missing(session_id) from error
+    finally:
+        busy.release(tenant, session_id)
+    kept = {
+        "deleted_at": receipt.deleted_at, "sessions": list(receipt.sessions), "responses": receipt.responses,
+        "feedback": receipt.feedback, "datasets": list(receipt.datasets), "versions": list(receipt.versions),
+    }  # fmt: skip
+    return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True, "receipt": kept})
+
+
+def _shown(session: Session) -> Json:
+    return {
+        "id": session.id,
+        "object": "session",
+        "created_at": int(session.created_at),
+        "updated_at": int(session.updated_at),
+        "parent_session": session.parent_session,
+        "head_response": session.head_response,
+        "metadata": session.metadata,
+        "split": session.split,
+    }
+
+
+def _missing(session_id: str) -> Exception:
+    return not_found(f"Session '{session_id}' was not found.", "session_id")
+
+
+def _limit(given: str) -> int:
+    if given.isdigit() and 1 <= int(given) <= _MOST:
+        return int(given)
+    raise invalid(f"'limit' is a number from 1 to {_MOST}, not '{given}'.", "limit", "invalid_value")

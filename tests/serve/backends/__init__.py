@@ -1,0 +1,1 @@
+"""The worker client and the router."""

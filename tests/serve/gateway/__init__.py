@@ -1,0 +1,1 @@
+"""The gateway through its public face, with the official client, against a scripted worker."""
