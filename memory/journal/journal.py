@@ -34,6 +34,10 @@ class Journal(Sessions, Responses, FeedbackPart, Ledger, Runs, Lineage):
         settings = JournalSettings() if settings is None else settings
         return cls(open_engine(url, settings), settings, clock)
 
+    def now(self) -> float:
+        """The journal's time, in UTC seconds since 1970: what its records are stamped with."""
+        return self._clock()
+
     def ping(self) -> None:
         """Raises when the database does not answer."""
         with self._reading() as connection:
