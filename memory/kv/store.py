@@ -57,7 +57,7 @@ class KVStore:
         self._closed = False
         self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvloop-kv-load")
         if settings.disk_bytes:
-            self._disk = DiskTier(settings, folder, self._counters)
+            self._disk = DiskTier(settings, folder, self._counters, self._unlearn)
             self._writer = Writer(
                 self._disk.write, self._disk.touch, self._learn, settings.queue_bytes, settings.writer_nice
             )
@@ -83,7 +83,8 @@ class KVStore:
         self._counters.add("hits" if match.chunks else "misses")
         on_disk = [chunk.key for chunk in match.chunks if chunk.tier == "disk"]
         self._learn(*on_disk)
-        self._unlearn(chain.keys[len(match.chunks) :])
+        missing = {*chain.keys, chain.tail_key(len(chain.keys), len(chain.ids) % chain.chunk_tokens)}
+        self._unlearn(missing.difference(chunk.key for chunk in match.chunks))
         return match
 
     def save_from(self, identity: KVIdentity, token_ids: TokenIds) -> int:
@@ -159,11 +160,7 @@ class KVStore:
             self.cost.observe_load(moved["disk"], seconds, "disk")
         elif not tokens["disk"]:
             self.cost.observe_load(moved["ram"], seconds, "ram")
-        keys = [chunk.key for chunk, _ in restored]
-        stamp = time.time()
-        self._ram.touch(keys, stamp)
-        if self._writer is not None:
-            self._writer.use(keys, stamp, hits=1)
+        self._use([chunk.key for chunk, _ in restored], time.time(), hits=1)
 
     def _promote(self, identity: KVIdentity, restored: list[tuple[ChunkRef, TierName]], out: KVArray) -> None:
         """Takes chunks into RAM that come from disk for the second time: after the first, the engine has them."""
@@ -192,27 +189,26 @@ class KVStore:
             return
         chain = Chain(identity, token_ids, size)
         stamp = time.time()
-        for number in range(start // size, len(chain.keys)):
-            self._keep(identity, chain, number, size, kv, start, stamp)
-        tail = len(chain.ids) - len(chain.keys) * size
+        keys = list(chain.keys)
+        tail = len(chain.ids) - len(keys) * size
         if tail >= self.settings.min_tokens:
-            self._keep(identity, chain, len(chain.keys), tail, kv, start, stamp)
-        self._ram.touch(chain.keys, stamp)
-        if self._writer is not None:
-            self._writer.use(chain.keys, stamp, hits=0)
+            keys.append(chain.tail_key(len(keys), tail))
+        self._use(keys, stamp, hits=0)
+        for number in range(start // size, len(keys)):
+            self._keep(identity, chain, number, keys[number], kv, start, stamp)
+        self._ram.touch(keys, stamp)
 
     def _keep(
-        self, identity: KVIdentity, chain: Chain, number: int, tokens: int, kv: KVArray, start: int, stamp: float
+        self, identity: KVIdentity, chain: Chain, number: int, key: bytes, kv: KVArray, start: int, stamp: float
     ) -> None:
         """Takes in one chunk of a sequence, if it is not kept already."""
-        full = tokens == self.settings.chunk_tokens
-        key = chain.keys[number] if full else chain.tail_key(number, tokens)
         if self._is_kept(key):
             return
         chunk = self._ram.get(key)
         if chunk is None:
             position = number * self.settings.chunk_tokens
-            ids = chain.ids[position : position + tokens]
+            ids = chain.ids[position : position + self.settings.chunk_tokens]
+            tokens = len(ids)
             part = kv[:, :, :, position - start : position - start + tokens]
             chunk = _chunk(identity, chain.root, chain.parent(number), position, ids.tobytes(), part, stamp)
             self._counters.add("saved_tokens", tokens)
@@ -221,6 +217,12 @@ class KVStore:
                 self._ram.supersede(chain.tail_key(number, length) for length in shorter)
         if self._writer is not None and not self._writer.submit(chunk):
             self._counters.add("dropped")
+
+    def _use(self, keys: Sequence[bytes], stamp: float, hits: int) -> None:
+        """Notes that a chain was used, so that it stays; before new chunks ask for room, and with one time for all."""
+        self._ram.touch(keys, stamp)
+        if self._writer is not None:
+            self._writer.use(keys, stamp, hits)
 
     def _is_kept(self, key: bytes) -> bool:
         """Whether the chunk is where it should end up: on disk or on its way there; in RAM without a disk tier."""

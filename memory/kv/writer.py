@@ -1,7 +1,8 @@
 """The background writer: one thread that encodes chunks and stores them, so that serving waits for no disk.
 
 Invariants:
-- Chunks are written in the order they came. A chunk stays visible here until it is written or has failed.
+- Chunks are written in the order they came, after the uses reported before them. A chunk stays visible here until
+  it is written or has failed.
 - What waits never exceeds the budget; `submit` refuses instead of waiting.
 """
 
@@ -126,17 +127,16 @@ class Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._chunks or self._uses or self._closing)
                 chunk = next(iter(self._chunks.values()), None)
-                uses = list(self._uses.values()) if chunk is None else []
+                uses = list(self._uses.values())
                 if chunk is None and not uses:
                     return
                 self._busy = chunk.key if chunk else None
-                if uses:
-                    self._uses.clear()
-                    self._touching = True
+                self._touching = bool(uses)
+                self._uses.clear()
+            if uses:
+                self._record(uses)  # first: a chunk must not drive out the beginning of its own sequence
             if chunk is not None:
                 self._store(chunk)
-            else:
-                self._record(uses)
 
     def _store(self, chunk: ChunkData) -> None:
         try:

@@ -42,11 +42,19 @@ INDEX_NAME = "index.db"
 class DiskTier:
     """Thread-safe and safe for many processes on one folder. Close it."""
 
-    def __init__(self, settings: KVSettings, folder: Path, counters: Counters) -> None:
+    def __init__(
+        self,
+        settings: KVSettings,
+        folder: Path,
+        counters: Counters,
+        evicted: Callable[[Iterable[bytes]], None],
+    ) -> None:
+        """Opens the folder, and makes index, files and budget agree. `evicted` is told the keys of chunks that left."""
         self._settings = settings
         self._codec = codec_named(settings.codec)
         self._folder = ChunkFolder(folder, settings.quarantine_bytes)
         self._counters = counters
+        self._evicted = evicted
         self._trouble = Trouble("KV memory on disk", settings.retry_seconds)
         self._refused: set[bytes] = set()  # bad files that could not be moved away
         self._damaged = False
@@ -103,6 +111,10 @@ class DiskTier:
                 continue
             try:
                 header, ids = self._folder.describe(entry)
+            except OSError as error:
+                self._counters.add("read_errors")
+                logger.warning("a chunk of KV memory cannot be read: %s", error)
+                continue
             except BadChunk as error:
                 index.remove([entry.key])
                 if may_write:
@@ -320,12 +332,14 @@ class DiskTier:
         for key in victims:
             self._folder.delete(key)
         index.remove(victims)
+        self._evicted(victims)
         self._counters.add("evictions", len(victims))
         return excess <= 0
 
     def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> None:
-        """Records uses of chunks: key, time, hits."""
-        self._ask(lambda: self._index.touch(uses), None)
+        """Records uses of chunks: key, time, hits. Those that another process evicted are noticed by it."""
+        missing: list[bytes] = self._ask(lambda: self._index.touch(uses), [])
+        self._evicted(missing)
 
     def _exclusive(self) -> AbstractContextManager[None]:
         return folder_lock(self._folder.root / "lock", self._settings.lock_seconds)

@@ -60,7 +60,8 @@ class ChunkFolder:
         """Writes the chunk's file durably."""
         path = self.path(key)
         if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent.parent)
             sync_folder(self._chunks)
         write_atomic(path, data, mode=0o600)
@@ -138,7 +139,10 @@ class ChunkFolder:
                 continue
             key = _key_of_name(path.name)
             if key is not None and path == self.path(key):
-                status = path.stat()
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    continue  # evicted by another process
                 yield Entry(key, path, status.st_size, status.st_mtime)
 
     def free_bytes(self) -> int:

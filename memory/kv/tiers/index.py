@@ -7,11 +7,13 @@ Invariants:
   chunk of a sequence (a shared prompt), minus a penalty once a longer chunk holds the same tokens. A sequence's
   earlier chunks are never worth less than its later ones.
 
-Methods raise `sqlite3.Error`; `is_damage` tells which mean that the index must be rebuilt.
+Opening raises `OSError` or `sqlite3.Error`, the methods `sqlite3.Error`; `is_damage` tells which mean that the index
+must be rebuilt.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,6 +100,8 @@ class Index:
     def __init__(self, path: Path | None) -> None:
         """Opens or creates the index at `path`; None keeps it in memory (the folder cannot be written to)."""
         self.path = path
+        if path is not None:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # it holds token ids
         self._write_lock = threading.RLock()
         self._writer = _connect(path, WRITE_TIMEOUT)
         self._reader, self._read_lock = self._writer, self._write_lock
@@ -199,16 +203,24 @@ class Index:
         with self._transaction() as writer:
             return writer.executemany("DELETE FROM chunks WHERE key = ?", [(key,) for key in keys]).rowcount
 
-    def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> None:
-        """Records uses: key, time, and how many of them were hits. A chunk that is hit is no longer superseded."""
+    def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> list[bytes]:
+        """Records uses: key, time, and how many of them were hits. A chunk that is hit is no longer superseded.
+
+        Returns the keys that are not entered.
+        """
+        missing: list[bytes] = []
         with self._transaction() as writer:
-            values = [(stamp, hits, hits, key) for key, stamp, hits in uses]
-            writer.executemany(
-                "UPDATE chunks SET last_used = MAX(last_used, ?), hits = hits + ?,"
-                " superseded = CASE WHEN ? > 0 THEN 0 ELSE superseded END WHERE key = ?",
-                values,
-            )
-            writer.executemany(f"UPDATE chunks SET worth = {WORTH} WHERE key = ?", [(value[3],) for value in values])
+            for key, stamp, hits in uses:
+                found = writer.execute(
+                    "UPDATE chunks SET last_used = MAX(last_used, ?), hits = hits + ?,"
+                    " superseded = CASE WHEN ? > 0 THEN 0 ELSE superseded END WHERE key = ?",
+                    (stamp, hits, hits, key),
+                ).rowcount
+                if found:
+                    writer.execute(f"UPDATE chunks SET worth = {WORTH} WHERE key = ?", (key,))
+                else:
+                    missing.append(key)
+        return missing
 
     def supersede(self, keys: Iterable[bytes]) -> None:
         """Marks chunks whose tokens a longer chunk holds as well."""

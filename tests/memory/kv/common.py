@@ -42,10 +42,12 @@ def kv_of(ids: list[int], of: KVIdentity | None = None) -> NDArray[Any]:
     """KV in which every number depends on all tokens up to its own, as in a real cache; any bit pattern occurs."""
     of = of or identity()
     running = np.cumsum(np.asarray(ids, np.uint64) * np.uint64(2654435761) + np.uint64(12345))
-    layers, pair, heads, tokens, dim = of.shape(len(ids))
+    layers, pair, heads, _tokens, dim = of.shape(len(ids))
     place = np.arange(layers * pair * heads * dim, dtype=np.uint64).reshape(layers, pair, heads, 1, dim)
     mixed = (running[:, None] * np.uint64(0x9E3779B97F4A7C15)) ^ (place * np.uint64(0xC2B2AE3D27D4EB4F))
-    mixed ^= mixed >> np.uint64(29)
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # splitmix64: noise, so that all chunks are one size
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(multiplier)
+    mixed ^= mixed >> np.uint64(31)
     return np.ascontiguousarray(mixed.astype(f"<u{of.dtype.itemsize}")).view(of.dtype)
 
 
