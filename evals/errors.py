@@ -12,4 +12,8 @@ class EvalDataError(EvalError):
 
 
 class WorkerStartFailed(EvalError):
-    """The evaluation's own worker did not come up, or went away; the message ends with the tail of its log."""
+    """The evaluation's own worker did not come up; the message ends with the tail of its log."""
+
+
+class WorkerLost(EvalError):
+    """The evaluation's own worker exited while it was asked; the message ends with the tail of its log."""

@@ -1,0 +1,41 @@
+"""Settings of evaluations. Each default is written here and nowhere else; the gate's are in `evals.gate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EvalSettings(BaseModel):
+    """How much is asked of each model, and how its answers are got."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    heldout_examples: int = Field(default=60, ge=1)
+    """Most held-out demonstrations asked of each model."""
+    heldout_per_session: int = Field(default=4, ge=1)
+    """Most demonstrations asked of one session, so that no session outweighs the others."""
+    reply_tokens: int = Field(default=64, ge=1)
+    """Longest reply to a held-out question, in tokens; shorter where the demonstration is short."""
+    knowledge_questions: int = Field(default=200, ge=1)
+    """Most general questions asked."""
+    guard_dir: Path | None = None
+    """Folder with guard files of your own: *.jsonl with {"question", "choices", "answer"} lines, one guard a file."""
+    guard_questions: int = Field(default=100, ge=1)
+    """Most questions asked of each guard file of your own."""
+    text_tokens: int = Field(default=512, ge=2)
+    """Longest piece of each general text that is scored, in tokens."""
+    seed: int = 0
+    """Chooses which examples are asked where there are more than allowed."""
+    batch: int = Field(default=32, ge=1)
+    """Prompts asked of the worker at the same time."""
+    threads: int = Field(default=1, ge=0)
+    """Compute threads of the evaluation's own worker; 0 takes every core."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What the evaluation's own worker computes in; the same as serving, for what is proven is what is served."""
+    start_seconds: float = Field(default=120.0, gt=0)
+    """How long the evaluation's own worker may take to start."""
+    patience_seconds: float = Field(default=300.0, gt=0)
+    """How long an overloaded worker is asked again before the evaluation gives up."""
