@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loop.config import Config, ConfigError, load
+from loop.config import Config, load
+from pipelines.promotion import Move
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -138,7 +139,7 @@ def promote(
     """Point @champion at a version; serving follows within seconds."""
     from loop.jobs import promote as move
 
-    typer.echo(move(context.obj.config(), version, reason))
+    typer.echo(_move_text(move(context.obj.config(), version, reason)))
 
 
 @app.command()
@@ -148,7 +149,7 @@ def rollback(
     """Point @champion back at the version before (or at the base model when there is none)."""
     from loop.jobs import rollback as move
 
-    typer.echo(move(context.obj.config(), reason))
+    typer.echo(_move_text(move(context.obj.config(), reason)))
 
 
 @app.command()
@@ -201,6 +202,12 @@ def _model_override(model: str | None) -> tuple[str, ...]:
     return (f"model={json.dumps(model)}",) if model else ()
 
 
+def _move_text(move: Move) -> str:
+    if not move.moved:
+        return f"@champion is version {move.to_version} already"
+    return f"@champion moved from {move.from_version} to {move.to_version}; serving follows within seconds"
+
+
 def _print_rows(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -218,15 +225,13 @@ def main() -> None:
     """Entry point: known errors become one line and exit code 2, never a traceback."""
     try:
         app()
-    except (ConfigError, *_user_errors()) as error:
-        say.print(f"[red]kvloop:[/red] {error}")
+    except Exception as error:
+        from loop.errors import USER_ERRORS  # imported late: it costs start time and is rarely needed
+
+        if not isinstance(error, USER_ERRORS):
+            raise
+        say.print(f"[red]kvloop:[/red] {error}", soft_wrap=True)
         sys.exit(2)
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    from loop.errors import USER_ERRORS
-
-    return USER_ERRORS
 
 
 if __name__ == "__main__":

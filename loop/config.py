@@ -17,7 +17,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from evals.settings import EvalSettings, GateSettings
+from evals.gate import GateSettings
+from evals.settings import EvalSettings
 from memory.files import write_atomic
 from memory.journal.settings import JournalSettings
 from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings

@@ -102,7 +102,12 @@ class Follower:
         return {"name": wanted.name, "path": wanted.path, "version": wanted.number, **self._who_moved(wanted)}
 
     def _who_moved(self, wanted: Wanted) -> dict[str, Any]:
-        """The mover and the reason, if a part of kvloop moved the alias and wrote down why; else MLflow's user."""
+        """Who moved the alias and why, if kvloop did (it writes that down before it moves it); else MLflow's user."""
+        for entry in self._journal.list_promotions(limit=20):
+            if entry.action == "follow":
+                break  # serving followed this one: what is older is not the move seen now
+            if entry.to_version == (wanted.number or BASE):
+                return {"who": entry.who, "reason": entry.reason, "report": entry.report, "action": "follow"}
         return {"who": "mlflow", "reason": "the champion alias was moved in MLflow", "action": "follow"}
 
 

@@ -1,0 +1,25 @@
+"""Errors a user can mend. The command line prints these as one line; anything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+from evals.errors import EvalError
+from loop.config import ConfigError
+from loop.supervisor import SupervisorError
+from memory.journal import JournalError
+from pipelines.lease import Busy
+from pipelines.promotion import NothingToRollBack
+from pipelines.registry import RegistryError
+from serve.pull import PullError
+from train.launch import TrainFailed
+
+USER_ERRORS = (
+    Busy,
+    ConfigError,
+    EvalError,
+    JournalError,
+    NothingToRollBack,
+    PullError,
+    RegistryError,
+    SupervisorError,
+    TrainFailed,
+)
