@@ -18,6 +18,7 @@ from serve.backends.base import (
     Overloaded,
     TokenLogprob,
     Usage,
+    WorkerError,
     WorkerHealth,
     WorkerModel,
     WorkerRejected,
@@ -54,11 +55,13 @@ class CompletionsClient:
         await self.close()
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[Delta | Usage]:
-        """Tokens as they are made, then one `Usage`. Closing the iterator early aborts the request on the worker.
+        """Tokens as they are made, then the `Usage`; a worker that tells it as it goes has it yielded as it goes.
+        Closing the iterator early aborts the request on the worker.
 
         Raises `WorkerUnavailable` also when the answer ends before its usage.
         """
         usage: Usage | None = None
+        ended = False
         try:
             async with self._http.stream("POST", "/v1/completions", json=request.body(stream=True)) as response:
                 if response.status_code != 200:
@@ -68,19 +71,20 @@ class CompletionsClient:
                     if not line.startswith("data: "):
                         continue
                     if line == "data: [DONE]":
+                        ended = True
                         break
                     event = json.loads(line[6:])
                     if "error" in event:
-                        raise WorkerUnavailable(str(event["error"].get("message", event["error"])))
+                        raise _error(event["error"].get("code"), str(event["error"].get("message", "failed")), 1.0)
+                    if event.get("usage"):
+                        usage = _usage(event["usage"])
+                        yield usage
                     for choice in event["choices"]:
                         yield _delta(choice)
-                    if event.get("usage") and not event["choices"]:
-                        usage = _usage(event["usage"])
         except httpx.HTTPError as error:
             raise WorkerUnavailable(f"worker {self.url}: {error or type(error).__name__}") from error
-        if usage is None:
+        if usage is None or not ended:
             raise WorkerUnavailable(f"worker {self.url} ended its answer early")
-        yield usage
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """The whole answer at once."""
@@ -157,15 +161,18 @@ def _body(response: httpx.Response) -> Mapping[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _failure(response: httpx.Response) -> Exception:
-    message = _message(response)
-    if response.status_code == 404:
+def _failure(response: httpx.Response) -> WorkerError:
+    return _error(response.status_code, _message(response), _retry_after(response))
+
+
+def _error(status: int | None, message: str, retry_after: float) -> WorkerError:
+    if status == 404:
         return ModelNotFound(message)
-    if response.status_code == 429:
-        return Overloaded(message, _retry_after(response))
-    if response.status_code in (502, 503, 504):
+    if status == 429:
+        return Overloaded(message, retry_after)
+    if status in (502, 503, 504):
         return WorkerUnavailable(message)
-    return WorkerRejected(response.status_code, message)
+    return WorkerRejected(status or 500, message)
 
 
 def _message(response: httpx.Response) -> str:

@@ -40,12 +40,12 @@ async def _whole(gateway: Gateway, asked: Asked, body: ChatBody) -> Response:
         async with aclosing(turn.pieces()) as running:
             pieces = [piece async for piece in running]
         await turn.commit(_params(body))
-        choices = []
+        choices, top = [], body.top_logprobs or 0
         for index in range(body.n):
             choice = _choice(turn, index, turn.finish_reason(index))
             choice["message"] = {"role": "assistant", "content": turn.text(index), "refusal": None}
             if body.logprobs:
-                entries = logprob_entries(gateway.codec, [piece for piece in pieces if piece.index == index])
+                entries = logprob_entries(gateway.codec, [piece for piece in pieces if piece.index == index], top)
                 choice["logprobs"] = {"content": entries, "refusal": None}
             choices.append(choice)
         answer = _head(turn, "chat.completion") | {"choices": choices, "usage": _usage(turn)}
@@ -58,7 +58,7 @@ async def _events(gateway: Gateway, asked: Asked, body: ChatBody) -> AsyncGenera
         head = _head(turn, "chat.completion.chunk")
         # OpenAI's shape: with usage asked for, every other chunk says null.
         tail: Json = {"usage": None} if with_usage else {}
-        begun: set[int] = set()
+        begun, top = False, body.top_logprobs or 0
 
         def chunk(index: int, delta: Json, finish: str | None = None, logprobs: Json | None = None) -> bytes:
             choice = _choice(turn, index, finish) | {"delta": delta, "logprobs": logprobs}
@@ -70,8 +70,8 @@ async def _events(gateway: Gateway, asked: Asked, body: ChatBody) -> AsyncGenera
                     if not begun:
                         for index in range(body.n):
                             yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-                        begun = set(range(body.n))
-                    entries = {"content": logprob_entries(gateway.codec, [piece])} if body.logprobs else None
+                        begun = True
+                    entries = {"content": logprob_entries(gateway.codec, [piece], top)} if body.logprobs else None
                     yield chunk(piece.index, {"content": piece.text}, logprobs=entries)
             await turn.commit(_params(body))
         except Exception as error:

@@ -8,7 +8,7 @@ twice and gives out the difference. Both skip special tokens, as `Tokenizer.deco
 from __future__ import annotations
 
 import codecs
-import json
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -37,12 +37,12 @@ class Decoder(Protocol):
 class Vocabulary:
     """What decoding needs to know of a tokenizer; shared by all requests."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any]) -> None:
+        """`decoder` is the `decoder` object of the tokenizer's file."""
         self._tokenizer = tokenizer
         added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {number: str(token.content) for number, token in added.items()}
-        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self.byte_level = _is_byte_level(decoder)
         self._bytes: dict[int, bytes] = {}
 
@@ -133,7 +133,7 @@ class WindowDecoder:
         return self._vocabulary.decode(self._window[: self._given]), self._vocabulary.decode(self._window)
 
 
-def _is_byte_level(decoder: dict[str, Any]) -> bool:
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
     if decoder.get("type") == "Sequence":
         parts = decoder.get("decoders", [])
         return len(parts) == 1 and _is_byte_level(parts[0])

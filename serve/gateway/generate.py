@@ -166,18 +166,18 @@ class Generation:
         )
 
 
-def check_length(codec: TextCodec, prompt_tokens: int, max_tokens: int | None) -> int:
+def check_length(context_length: int, prompt_tokens: int, max_tokens: int | None, default: int) -> int:
     """How many tokens may be generated. Raises `ApiError` 400 with the numbers when the context cannot hold them."""
-    room = codec.context_length - prompt_tokens
+    room = context_length - prompt_tokens
     if room < (max_tokens or 1):
         asked = f"{prompt_tokens} in the messages" + (f", {max_tokens} in the completion" if max_tokens else "")
         raise invalid(
-            f"This model's maximum context length is {codec.context_length} tokens. However, you requested "
+            f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{prompt_tokens + (max_tokens or 1)} tokens ({asked}). Shorten the messages or the completion.",
             "messages",
             "context_length_exceeded",
         )
-    return room if max_tokens is None else max_tokens
+    return min(room, default) if max_tokens is None else max_tokens
 
 
 def _rejected(error: WorkerRejected) -> ApiError:
@@ -186,11 +186,11 @@ def _rejected(error: WorkerRejected) -> ApiError:
     return ApiError(502, f"The worker failed: {error.message}", kind="server_error", code="worker_failed")
 
 
-def logprob_entries(codec: TextCodec, pieces: Sequence[Piece]) -> list[dict[str, object]]:
-    """OpenAI's log-probability objects for the tokens of some pieces."""
+def logprob_entries(codec: TextCodec, pieces: Sequence[Piece], top: int) -> list[dict[str, object]]:
+    """OpenAI's log-probability objects for the tokens of some pieces, with the `top` likeliest alternatives."""
     return [
         _entry(codec, entry.token_id, entry.logprob)
-        | {"top_logprobs": [_entry(codec, token_id, logprob) for token_id, logprob in entry.top]}
+        | {"top_logprobs": [_entry(codec, token_id, logprob) for token_id, logprob in entry.top[:top]]}
         for piece in pieces
         for entry in piece.logprobs
     ]

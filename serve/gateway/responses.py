@@ -158,7 +158,7 @@ class _Answer:
 
     def entries(self, pieces: list[Piece]) -> list[Json]:
         """Log-probabilities of the answer's tokens; empty when they were not asked for."""
-        return logprob_entries(self._codec, pieces) if self.wants_logprobs else []
+        return logprob_entries(self._codec, pieces, self._body.top_logprobs or 0) if self.wants_logprobs else []
 
     def opening(self) -> list[bytes]:
         """The events before the first text."""

@@ -42,6 +42,11 @@ class Gateway:
     metrics: Metrics
     auth: Auth
 
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together: the model's, or the workers' where they hold less."""
+        return min(self.codec.context_length, self.versions.context_length or self.codec.context_length)
+
     @asynccontextmanager
     async def turn(
         self, asked: Asked, body: SamplingBody, *, n: int, max_tokens: int | None, logprobs: int | None
@@ -52,10 +57,14 @@ class Gateway:
         if len(body.stop) > self.settings.max_stop_strings:
             raise invalid(f"'stop' has at most {self.settings.max_stop_strings} strings here.", "stop", "invalid_value")
         version = await self.versions.resolve(body.model)
+        await self.versions.base()  # tells the context length the workers have
         plan = await self.threads.run(self.turns.plan, asked)
         try:
             sampling = Sampling(
-                max_tokens=check_length(self.codec, len(plan.prompt), max_tokens), temperature=body.temperature,
+                max_tokens=check_length(
+                    self.context_length, len(plan.prompt), max_tokens, self.settings.default_max_tokens
+                ),
+                temperature=body.temperature,
                 top_p=body.top_p, n=n, seed=body.seed, stop=body.stop, logprobs=logprobs,
             )  # fmt: skip
             generation = Generation(

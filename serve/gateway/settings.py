@@ -37,6 +37,8 @@ class GatewaySettings(BaseModel):
     """Largest accepted request body."""
     max_choices: int = Field(default=16, ge=1)
     """Largest accepted `n`."""
+    default_max_tokens: int = Field(default=1024, ge=1)
+    """Longest answer where a request names no limit; less where the context has less room."""
     max_stop_strings: int = Field(default=16, ge=1)
     """Most stop strings a request may name."""
     worker_wait_seconds: float = Field(default=60.0, ge=0)

@@ -47,7 +47,7 @@ async def status(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     gateway.auth.tenant(request)
     workers = [{"url": worker.url, "up": worker.up, "in_flight": worker.in_flight} for worker in gateway.router.workers]
-    codec = {"context_length": gateway.codec.context_length, "tokenizer": gateway.codec.digest}
+    codec = {"context_length": gateway.context_length, "tokenizer": gateway.codec.digest}
     return JSONResponse(gateway.versions.status() | {"workers": workers, **codec})
 
 

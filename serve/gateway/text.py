@@ -36,7 +36,7 @@ class TextCodec:
             "|".join(re.escape(text) for text in sorted(self._special, key=len, reverse=True)) or "(?!)"
         )
         self.template = ChatTemplate(read_template(folder), read_special_tokens(folder), self._escapes)
-        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocabulary = Vocabulary(self._tokenizer, json.loads(self._source).get("decoder") or {})
         self.context_length = _context_length(folder)
         self.digest = blake3(self._source.encode() + b"\0" + self.template.source.encode()).hexdigest()
 

@@ -68,6 +68,7 @@ class Versions:
         self._router = router
         self._metrics = metrics
         self._base: Version | None = None
+        self.context_length: int | None = None
         self._resident: dict[str, Version] = {}
         self._serving: str = BASE
         self._previous: str | None = None
@@ -100,6 +101,7 @@ class Versions:
             models = await worker.client.models()
             root = next(model for model in models if model.parent is None)
             weights_id = root.weights_id or root.id
+            self.context_length = (await worker.client.health()).context_length
             self._base = Version(root.id, None, None, weights_id)
             if self._serving == BASE:
                 self._metrics.now_serving(root.id, weights_id)

@@ -66,6 +66,9 @@ class RunningGateway:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30, **options)
 
+    def delete(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.delete(self.url + path, timeout=30, **options)
+
     def admin(self, path: str, body: Any) -> httpx.Response:
         return self.post(path, body, headers={"Authorization": f"Bearer {ADMIN}"})
 
