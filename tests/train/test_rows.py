@@ -1,0 +1,55 @@
+"""Dataset lines become the token ids that serving would see."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import dataset_row, write_dataset
+from train.rows import BadDataset, read_rows
+
+
+def test_prompt_and_completion_are_what_serving_sees(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "d.jsonl", [dataset_row("How long?", "61 hours")])
+    (row,) = read_rows(path, tiny_tokenizer, 100).rows
+    prompt = "<|im_start|>user\nHow long?<|im_end|>\n<|im_start|>assistant\n"
+    assert row.token_ids.tolist() == tiny_tokenizer.encode(prompt + "61 hours<|im_end|>")
+    assert row.completion_start == len(tiny_tokenizer.encode(prompt))
+    assert row.targets == len("61 hours") + 1
+
+
+def test_long_rows_are_counted_and_left_out(
+    tiny_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [dataset_row("Short?", "yes"), dataset_row("Long? " * 50, "no"), dataset_row("x" * 200, "no")]
+    with caplog.at_level(logging.WARNING):
+        read = read_rows(write_dataset(tmp_path / "d.jsonl", rows), tiny_tokenizer, 100)
+    assert len(read.rows) == 1
+    assert read.too_long == 2
+    assert "2 of 3 rows are longer than 100 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "line 2 is not a dataset row"),
+        ('{"messages": []}', "line 2 is not a dataset row"),
+        ('{"messages": [], "completion": {"role": "assistant", "content": "x"}}', "must be a list with a message"),
+        ('{"messages": [{"role": "user", "content": "x"}], "completion": "x"}', "line 2 is not a dataset row"),
+    ],
+)
+def test_bad_lines_are_named(tiny_tokenizer: Any, tmp_path: Path, line: str, reason: str) -> None:
+    path = write_dataset(tmp_path / "d.jsonl", [dataset_row("Short?", "yes")])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(BadDataset, match=reason):
+        read_rows(path, tiny_tokenizer, 100)
+
+
+def test_nothing_left_is_an_error(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "d.jsonl", [dataset_row("Long? " * 50, "no")])
+    with pytest.raises(BadDataset, match="1 were too long"):
+        read_rows(path, tiny_tokenizer, 100)
