@@ -32,8 +32,11 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 class Context:
     home: Path | None
     overrides: tuple[str, ...]
+    config_file: Path | None
 
     def config(self, *more: str) -> Config:
+        if self.config_file is not None:
+            return Config.model_validate_json(self.config_file.read_text())
         return load((*self.overrides, *more), self.home)
 
 
@@ -44,8 +47,11 @@ def common(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
     ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option(hidden=True, help="Settings as `kvloop up` wrote them for its children.")
+    ] = None,
 ) -> None:
-    context.obj = Context(home, tuple(setting or ()))
+    context.obj = Context(home, tuple(setting or ()), config_file)
 
 
 @app.command()

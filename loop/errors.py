@@ -6,16 +6,20 @@ from evals.errors import EvalError
 from loop.config import ConfigError
 from loop.supervisor import SupervisorError
 from memory.journal import JournalError
+from pipelines.cron import BadCron
 from pipelines.lease import Busy
 from pipelines.promotion import NothingToRollBack
 from pipelines.registry import RegistryError
+from pipelines.schedule import FixedBySettings
 from serve.pull import PullError
 from train.launch import TrainFailed
 
 USER_ERRORS = (
     Busy,
+    BadCron,
     ConfigError,
     EvalError,
+    FixedBySettings,
     JournalError,
     NothingToRollBack,
     PullError,

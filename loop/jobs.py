@@ -11,6 +11,7 @@ from loop.config import Config
 from memory.journal import Journal
 from pipelines.promotion import Move, Promotions
 from pipelines.registry import Registry
+from pipelines.schedule import Schedule
 from pipelines.stages import STEPS
 
 HAND = "kvloop"
@@ -69,6 +70,19 @@ def list_moves(config: Config) -> list[dict[str, Any]]:
             }
             for entry in journal.list_promotions(limit=1000)
         ]
+
+
+def edit_schedule(config: Config, *, cron: str | None, every_feedback: int | None, off: bool) -> list[dict[str, Any]]:
+    """Changes what is given and returns the triggers in force; a running scheduler sees them within seconds."""
+    schedule = Schedule(config.schedule)
+    if off:
+        schedule.set_cron(None)
+        schedule.set_feedback(None)
+    if cron is not None:
+        schedule.set_cron(cron)
+    if every_feedback is not None:
+        schedule.set_feedback(every_feedback)
+    return [planned.as_json() for planned in schedule.planned()]
 
 
 def _when(moment: float) -> str:
