@@ -1,7 +1,8 @@
 """PEFT LoRA adapters: read from safetensors, checked tensor by tensor, merged into copies of what they touch.
 
 An adapter that would not be applied exactly and completely is refused, never served as the base: its tensors must be
-those its own config announces, with the shapes of this model, and nothing else.
+those its own config announces, with the shapes of this model, and nothing else; of the config, only settings known
+to be applied here or to change nothing may be set.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from serve.engine.model import Decoder, Layer
 from serve.weights_id import adapter_digest
 
 PREFIX = "base_model.model."
-REFUSED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "layer_replication",
-    "layers_pattern",
-    "lora_bias",
-    "megatron_config",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
+APPLIED = frozenset({"r", "lora_alpha", "use_rslora", "target_modules", "layers_to_transform", "layers_pattern"})
+HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "inference_mode",
+        "init_lora_weights",
+        "lora_dropout",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
 )
+PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # the others change the base's weights as well
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,13 @@ def _check_settings(settings: dict[str, Any]) -> None:
         raise AdapterError(f"peft_type {settings.get('peft_type')!r} is not served; only LORA")
     if settings.get("bias", "none") != "none":
         raise AdapterError(f"bias {settings['bias']!r} is not served; train with bias='none'")
-    for key in REFUSED:
-        if settings.get(key):
+    for key in sorted(settings.keys() - APPLIED - HARMLESS):
+        if settings[key]:
             raise AdapterError(f"{key}={settings[key]!r} is not served by merging: train without it")
+    if settings.get("init_lora_weights", True) not in PLAIN_INITS:
+        raise AdapterError(f"init_lora_weights={settings['init_lora_weights']!r} changes the base: train without it")
+    if settings.get("layers_pattern") not in (None, [], "layers", ["layers"]):
+        raise AdapterError(f"layers_pattern {settings['layers_pattern']!r} names no list of layers of this model")
     for key in ("r", "lora_alpha"):
         if not isinstance(settings.get(key), int | float) or settings[key] <= 0:
             raise AdapterError(f"adapter_config.json has {key}={settings.get(key)!r}; it must be above 0")

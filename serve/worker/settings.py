@@ -12,7 +12,7 @@ class WorkerSettings(EngineSettings):
 
     host: str = "127.0.0.1"
     """Address to listen on."""
-    port: int = Field(default=8601, ge=0, le=65535)
+    port: int = Field(default=8101, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     max_prompts: int = Field(default=1024, ge=1)
     """Most prompts in one request."""
