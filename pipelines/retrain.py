@@ -20,7 +20,7 @@ from pipelines.lease import HeldLease
 from pipelines.promotion import Promotions
 from pipelines.registry import CHAMPION
 from pipelines.settings import RetrainSettings
-from pipelines.stages import EvaluateStage, Event, Outcome, Result, StepName, TrainStage, VersionRegistry
+from pipelines.stages import Adapter, EvaluateStage, Event, Outcome, Result, StepName, TrainStage, VersionRegistry
 from train.curate import curate
 from train.dataset import HELDOUT, ROWS
 
@@ -203,10 +203,11 @@ class _Work:
 
     def _do_evaluate(self, dataset: Json, trained: Json) -> Json:
         champion = self._of.registry.get_alias(CHAMPION)
+        serving = Adapter(name=f"v{champion}", path=self._of.registry.version_path(champion)) if champion else None
         judged = self._of.evaluate(
             heldout=Path(dataset["folder"]) / HELDOUT,
-            candidate=Path(trained["adapter"]),
-            champion=self._of.registry.version_path(champion) if champion else None,
+            candidate=Adapter(name=self._run.id, path=Path(trained["adapter"])),
+            champion=serving,
             out_dir=self._folder / "report",
             advance=self._advance("evaluate"),
         )

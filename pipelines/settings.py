@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from train.curate import CurateSettings
+from train.settings import RecipeName
 
 
 class RegistrySettings(BaseModel):
@@ -40,6 +41,8 @@ class RetrainSettings(BaseModel):
     """A run whose process gave no sign of life for so long may be taken over."""
     max_attempts: int = Field(default=3, ge=1)
     """A run whose process died this often ends as failed instead of being resumed again."""
+    recipe: RecipeName = "sft-kl"
+    """How adapters are trained: `sft-kl` with replay against forgetting, `sft` without."""
     curate: CurateSettings = CurateSettings()
     """What may go into a dataset."""
 

@@ -42,6 +42,14 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """An adapter with the name that reports call it by."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class Judged:
     """The gate's verdict on a candidate, and where the reports are."""
 
@@ -69,7 +77,7 @@ class EvaluateStage(Protocol):
     """
 
     def __call__(
-        self, *, heldout: Path, candidate: Path, champion: Path | None, out_dir: Path, advance: Advance
+        self, *, heldout: Path, candidate: Adapter, champion: Adapter | None, out_dir: Path, advance: Advance
     ) -> Judged: ...
 
 

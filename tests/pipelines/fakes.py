@@ -15,7 +15,7 @@ from typing import Any
 from memory.files import write_atomic
 from memory.journal import Journal
 from pipelines.registry import VersionNotFound
-from pipelines.stages import Advance, Judged, Trained
+from pipelines.stages import Adapter, Advance, Judged, Trained
 from tests.memory.journal.conftest import turn
 
 
@@ -69,11 +69,11 @@ class Stages:
         return Trained(adapter_dir=out_dir, metrics={"loss": 0.5, "seconds": 1})
 
     def evaluate(
-        self, *, heldout: Path, candidate: Path, champion: Path | None, out_dir: Path, advance: Advance
+        self, *, heldout: Path, candidate: Adapter, champion: Adapter | None, out_dir: Path, advance: Advance
     ) -> Judged:
         self.maybe_die("before evaluate")
-        assert (candidate / "manifest.json").is_file()
-        assert champion is None or champion.is_dir()
+        assert (candidate.path / "manifest.json").is_file()
+        assert champion is None or champion.path.is_dir()
         advance(1, 1, {})
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "report.md").write_text(f"{len(heldout.read_text().splitlines())} questions")
@@ -153,7 +153,7 @@ class FakeRegistry:
 
 def teach(journal: Journal, count: int, split: str = "train", label: str = "") -> list[str]:
     """Adds `count` corrected sessions of a split; returns their ids."""
-    made = []
+    made: list[str] = []
     number = 0
     while len(made) < count:
         session = journal.create_session("acme")
