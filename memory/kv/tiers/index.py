@@ -120,8 +120,9 @@ class Index:
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, SCHEMA_VERSION):
             raise IndexDamaged(f"index has schema {version}, this program uses {SCHEMA_VERSION}")
-        self._writer.executescript(SCHEMA)
-        self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if version == 0:
+            self._writer.executescript(SCHEMA)
+            self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._writer.execute(f"SELECT {COLUMNS}, parent, start, superseded, worth FROM chunks LIMIT 1")
 
     def is_current(self) -> bool:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -46,8 +47,7 @@ class RamTier:
         """See `Lookup.siblings`."""
         with self._lock:
             chunks = [self._chunks[key] for key in self._children.get(parent, ())]
-        chunks.sort(key=lambda chunk: chunk.stamp, reverse=True)
-        return [stored(chunk) for chunk in chunks[:limit]]
+        return [stored(chunk) for chunk in heapq.nlargest(limit, chunks, key=lambda chunk: chunk.stamp)]
 
     def put(self, chunk: ChunkData) -> bool:
         """Takes the chunk in, or returns False where what it would drive out is worth as much."""

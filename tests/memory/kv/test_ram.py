@@ -1,0 +1,63 @@
+"""The RAM tier keeps its budget and its order whatever happens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memory.kv.identity import Chain, key_of
+from memory.kv.tiers.base import ChunkData
+from memory.kv.tiers.ram import RamTier
+from tests.memory.kv.common import identity, prompt
+
+BUDGET = 1000
+
+
+def chunk(parent: bytes, seed: int, tokens: int, stamp: float) -> ChunkData:
+    ids = np.array(prompt(tokens, seed=seed), "<u4")
+    digest = identity().digest()
+    kv = np.zeros((1, 2, 1, tokens, 1), np.uint16)
+    return ChunkData(key_of(parent, ids, digest), parent, digest, 0, ids, "bfloat16", kv, stamp)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["put", "touch", "supersede", "forget"]), st.integers(0, 7), st.integers(1, 200)),
+    max_size=30,
+)
+
+
+@given(OPERATIONS)
+def test_bytes_budget_and_siblings_always_agree(operations: list[tuple[str, int, int]]) -> None:
+    ram = RamTier(BUDGET)
+    root = identity().digest()
+    known: dict[bytes, ChunkData] = {}
+    for clock, (name, seed, tokens) in enumerate(operations):
+        item = chunk(root, seed, tokens, float(clock))
+        if name == "put":
+            if ram.put(item):
+                known[item.key] = item
+                assert ram.get(item.key) is not None
+        elif name == "touch":
+            ram.touch(list(known), float(clock))
+        elif name == "supersede":
+            ram.supersede([item.key])
+        else:
+            assert ram.forget([item.key]) in (0, 1)
+            assert ram.get(item.key) is None
+        held = [known[key] for key in known if ram.get(key) is not None]
+        stats = ram.stats()
+        assert stats.bytes == sum(item.kv.nbytes for item in held) <= BUDGET
+        assert stats.chunks == len(held)
+        assert stats.tokens == sum(len(item.ids) for item in held)
+        assert {stored.key for stored in ram.siblings(root, 100)} == {item.key for item in held}
+        assert ram.lengths(root) == sorted({len(item.ids) for item in held})
+
+
+def test_the_most_recently_used_siblings_come_first() -> None:
+    ram = RamTier(BUDGET)
+    chain = Chain(identity(), [], 4)
+    items = [chunk(chain.root, seed, 10, float(seed)) for seed in range(5)]
+    assert all(ram.put(item) for item in items)
+    ram.touch([items[1].key], 9.0)
+    assert [stored.key for stored in ram.siblings(chain.root, 2)] == [items[1].key, items[4].key]
