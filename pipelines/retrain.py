@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memory.journal import Conflict, Journal, Json, LeaseLost, Run
+from memory.journal.records import RunStatus
 from pipelines.lease import HeldLease
 from pipelines.promotion import Promotions
 from pipelines.registry import CHAMPION
@@ -25,6 +26,7 @@ from train.curate import curate
 from train.dataset import HELDOUT, ROWS
 
 KIND = "retrain"
+_NOT_FAILED: tuple[RunStatus, ...] = ("running", "done")
 _log = logging.getLogger(__name__)
 
 
@@ -46,9 +48,9 @@ def interrupted_run(journal: Journal) -> Run | None:
 
 
 def last_mark(journal: Journal) -> int:
-    """The feedback number up to which the newest run looked; 0 before the first run."""
-    newest = journal.list_runs(KIND, limit=1)
-    return int(newest[0].params["last_feedback"]) if newest else 0
+    """The feedback number up to which the newest run that did not fail looked; 0 before the first."""
+    looked = [run for status in _NOT_FAILED for run in journal.list_runs(KIND, status=status, limit=1)]
+    return max((int(run.params["last_feedback"]) for run in looked), default=0)
 
 
 class Retrain:
@@ -70,31 +72,31 @@ class Retrain:
         self.evaluate = evaluate
         self.on_event = on_event
 
-    def run(self, trigger: str = "by hand") -> Outcome:
+    def run(self, trigger: str = "by hand", force: bool = False) -> Outcome:
         """Resumes the run that was interrupted, or starts a new one, and works on it to its end.
 
+        `force` lets a new run train although too few of its examples are new.
         A stage that fails ends the run as failed; the outcome says why. Raises `Busy` when another process is at it,
         `LeaseLost` when another process took over; an interrupt leaves the run to be resumed.
         """
         with HeldLease(self.journal, KIND, self.settings.lease_seconds) as lease:
-            run = self._next_run(trigger, lease.owner)
+            run = self._next_run(trigger, force, lease.owner)
             attempt = self.journal.begin_attempt(run.id, lease.owner)
             if attempt > self.settings.max_attempts:
                 done = ", ".join(step.name for step in self.journal.list_steps(run.id)) or "none"
                 return self._failed(run, lease, f"its process died {attempt - 1} times; finished steps: {done}")
             return self._work(run, lease)
 
-    def _next_run(self, trigger: str, owner: str) -> Run:
+    def _next_run(self, trigger: str, force: bool, owner: str) -> Run:
         running = self.journal.list_runs(KIND, status="running")
         for abandoned in running[1:]:
             self.journal.fail_run(abandoned.id, "abandoned: a newer run took its place", owner)
         if running:
             return running[0]
         # Marks are taken before the time, so that feedback in between counts as new twice rather than never.
-        params = {"trigger": trigger, "last_feedback": self.journal.last_feedback_number()}
-        return self.journal.create_run(
-            KIND, params | {"after_feedback": self._trained_up_to(), "until": self.journal.now()}
-        )
+        params: Json = {"trigger": trigger, "force": force}
+        params |= {"last_feedback": self.journal.last_feedback_number(), "after_feedback": self._trained_up_to()}
+        return self.journal.create_run(KIND, params | {"until": self.journal.now()})
 
     def _trained_up_to(self) -> int:
         for run in self.journal.list_runs(KIND, status="done"):
@@ -167,7 +169,8 @@ class _Work:
             self._of.journal.forget_step(self._run.id, "curate", self._lease.owner)
             dataset = self._step("curate", self._do_curate)
         least = self._of.settings.min_examples
-        if dataset["new_examples"] < least:
+        enough = dataset["examples"] if self._run.params["force"] else dataset["new_examples"] >= least
+        if not enough:
             reason = f"{dataset['new_examples']} new examples since the last training, {least} are needed"
             raise _Ended("too few examples", f"{reason}; left out: {dataset['dropped'] or 'none'}")
         if not dataset["heldout_examples"]:

@@ -60,15 +60,13 @@ class Sessions(JournalPart):
             raise InvalidRecord(f"a session id has 1 to 128 characters, not {len(session_id)}")
         now = self._clock()
         with self._writing() as connection:
-            if head is not None:
-                mine = and_(responses.c.id == head, responses.c.tenant == tenant)
-                owner = connection.execute(select(responses.c.session_id).where(mine)).scalar_one_or_none()
-                if owner is None:
-                    raise NotFound("response", head)
-                parent = owner if parent is None else parent
             split = draw_split(session_id, self._settings.split_salt, self._settings.eval_share)
             if parent is not None:
                 split = read_session(connection, tenant, parent).split
+            if head is not None:
+                owner = _owner(connection, tenant, head)
+                parent = owner.id if parent is None else parent
+                split = owner.split  # of whose words it goes on with, whatever the parent is said to be
             values = {"tenant": tenant, "id": session_id, "split": split, "created_at": now, "updated_at": now}
             values |= {"parent_session": parent, "head_response": head, "metadata": metadata or {}}
             try:
@@ -116,6 +114,15 @@ class Sessions(JournalPart):
         """Dataset digests and version names that a session, deleted or not, went into."""
         with self._reading() as connection:
             return _lineage(connection, tenant, [session_id])
+
+
+def _owner(connection: Connection, tenant: str, response_id: str) -> Session:
+    """The session that a reply was made in. Raises `NotFound`."""
+    mine = and_(responses.c.id == response_id, responses.c.tenant == tenant)
+    session_id = connection.execute(select(responses.c.session_id).where(mine)).scalar_one_or_none()
+    if session_id is None:
+        raise NotFound("response", response_id)
+    return read_session(connection, tenant, session_id)
 
 
 def _with_forks(connection: Connection, tenant: str, session_id: str) -> list[str]:

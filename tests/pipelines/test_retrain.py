@@ -120,6 +120,12 @@ def test_too_little_that_is_new_ends_the_run_at_once(bench: Bench) -> None:
     assert bench.retrain().result == "promoted"
     assert bench.retrain().result == "too few examples"
     assert bench.stages.calls().count("trained") == 1
+    assert bench.job().run(force=True).result == "promoted"
+
+
+def test_force_does_not_train_on_nothing(bench: Bench) -> None:
+    teach(bench.journal, 3, "eval")
+    assert bench.job().run(force=True).result == "too few examples"
 
 
 def test_without_held_out_examples_nothing_is_trained(bench: Bench) -> None:
@@ -251,3 +257,8 @@ def test_the_mark_is_that_of_the_newest_run(bench: Bench) -> None:
     bench.retrain()
     assert last_mark(bench.journal) == 2
     assert bench.journal.count_feedback(after=2) == 0
+    teach(bench.journal, 3)
+    teach(bench.journal, 1, "eval")
+    bench.stages.error = RuntimeError("out of memory")
+    assert bench.retrain().result == "failed"
+    assert last_mark(bench.journal) == 2

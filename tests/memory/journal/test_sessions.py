@@ -61,6 +61,14 @@ def test_a_fork_keeps_its_parents_split_and_head(journal: Journal) -> None:
         assert (fork.split, fork.parent_session, fork.head_response) == (parent.split, parent.id, reply.id)
 
 
+def test_a_fork_cannot_carry_words_across_the_split(journal: Journal) -> None:
+    sessions = [journal.create_session("acme", f"s{number}") for number in range(40)]
+    train = next(session for session in sessions if session.split == "train")
+    kept = next(session for session in sessions if session.split == "eval")
+    reply = journal.add_response(turn(kept.id, None))
+    assert journal.create_session("acme", head=reply.id, parent=train.id).split == "eval"
+
+
 def test_a_fork_of_something_unknown_is_refused(journal: Journal) -> None:
     reply = journal.add_response(turn(journal.create_session("acme").id, None))
     with pytest.raises(NotFound):
