@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 CREATE INDEX IF NOT EXISTS chunks_by_length ON chunks (parent, tokens);
 CREATE INDEX IF NOT EXISTS chunks_by_use ON chunks (parent, last_used);
-CREATE INDEX IF NOT EXISTS chunks_by_worth ON chunks (worth, start, bytes);
+CREATE INDEX IF NOT EXISTS chunks_by_worth ON chunks (worth, start, bytes, tokens);
 """
 REUSE_BONUS = 300.0
 FIRST_CHUNK_BONUS = 3600.0
