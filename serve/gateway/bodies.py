@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import Request
@@ -225,12 +225,19 @@ async def read_body(request: Request, kind: type[B], *, empty_ok: bool = False) 
     """The request's body as `kind`. Raises `ApiError` 400 that says which field is wrong and why."""
     raw = await request.body()
     try:
-        given = json.loads(raw) if raw or not empty_ok else {}
+        given = json.loads(raw, parse_constant=_refuse_constant) if raw or not empty_ok else {}
+        if b"\\ud" in raw.lower():
+            # Half a surrogate pair is valid JSON and no text: it could not be encoded or kept.
+            json.dumps(given, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"The body is not valid JSON: {error}") from error
     if not isinstance(given, dict):
         raise invalid(f"The body must be a JSON object, not {type(given).__name__}.")
     return parse(kind, given)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def parse(kind: type[B], given: Json) -> B:

@@ -127,7 +127,7 @@ class Turn:
 
     def extras(self) -> dict[str, Any]:
         """The worker's own account, and how the history was found."""
-        times = {"ttft_ms": self._generation.ttft_ms, "duration_ms": self._generation.duration_ms}
+        times = {"gateway_ttft_ms": self._generation.ttft_ms, "gateway_ms": self._generation.duration_ms}
         return {**self._generation.usage.extras, "history": self.plan.found, **times}
 
     async def commit(self, params: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from memory.journal.journal import Journal
 from serve.gateway.app import create_app
 from serve.gateway.settings import GatewaySettings
 from serve.gateway.text import TextCodec
-from tests.serve.gateway.fake_worker import END, FakeWorker, _free_port
+from tests.serve.gateway.fake_worker import END, FakeWorker, free_port
 
 ADMIN = "admin-token-of-the-tests"
 
@@ -88,14 +88,18 @@ def codec(model_dir: Path) -> TextCodec:
     return TextCodec(model_dir)
 
 
-@pytest.fixture
-def say(codec: TextCodec) -> Callable[[str], Callable[[dict[str, Any]], list[int]]]:
+Say = Callable[[str], Callable[[dict[str, Any]], list[int]]]
+
+
+@pytest.fixture(scope="session")
+def say(codec: TextCodec) -> Say:
     """A script that answers with a text and the end of turn."""
     return lambda text: lambda body: [*codec.encode_plain(text), END]
 
 
-@pytest.fixture
-def worker(say: Any) -> Iterator[FakeWorker]:
+@pytest.fixture(scope="module")
+def shared_worker(say: Say) -> Iterator[FakeWorker]:
+    """One for all tests of a module; they take it through `worker`, which resets it."""
     fake = FakeWorker(say("Hello there, friend."))
     fake.start()
     yield fake
@@ -103,47 +107,53 @@ def worker(say: Any) -> Iterator[FakeWorker]:
 
 
 @pytest.fixture
-def gateway_settings(tmp_path: Path, model_dir: Path, worker: FakeWorker) -> GatewaySettings:
-    (tmp_path / "secret").write_text("a secret of many bytes")
-    (tmp_path / "admin").write_text(ADMIN)
-    return GatewaySettings(
-        journal_url=f"sqlite:///{tmp_path}/journal.db",
-        model_dir=model_dir,
-        workers=(worker.url,),
-        secret_file=tmp_path / "secret",
-        admin_token_file=tmp_path / "admin",
-        port=_free_port(),
-        worker_wait_seconds=5,
-        worker_poll_seconds=0.05,
-        shutdown_seconds=5,
-    )
+def worker(shared_worker: FakeWorker) -> FakeWorker:
+    shared_worker.reset()
+    return shared_worker
+
+
+def gateway_settings(folder: Path, model_dir: Path, *workers: str, **changes: Any) -> GatewaySettings:
+    """Settings of a gateway whose files lie in `folder`."""
+    (folder / "secret").write_text("a secret of many bytes")
+    (folder / "admin").write_text(ADMIN)
+    given: dict[str, Any] = {
+        "journal_url": f"sqlite:///{folder}/journal.db", "model_dir": model_dir, "workers": workers,
+        "secret_file": folder / "secret", "admin_token_file": folder / "admin", "port": free_port(),
+        "worker_wait_seconds": 5, "worker_poll_seconds": 0.05, "shutdown_seconds": 5,
+    }  # fmt: skip
+    return GatewaySettings(**(given | changes))
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, shared_worker: FakeWorker
+) -> Iterator[RunningGateway]:
+    """One for all tests of a module: its journal holds what earlier tests left."""
+    running = RunningGateway(gateway_settings(tmp_path_factory.mktemp("gateway"), model_dir, shared_worker.url))
+    running.start()
+    yield running
+    running.stop()
 
 
 @pytest.fixture
-def start_gateway(gateway_settings: GatewaySettings) -> Iterator[Callable[..., RunningGateway]]:
-    """Starts gateways with changed settings; stops them at the end."""
+def client(gateway: RunningGateway, worker: FakeWorker) -> Iterator[openai.OpenAI]:
+    with gateway.client() as made:
+        yield made
+
+
+@pytest.fixture
+def start_gateway(tmp_path: Path, model_dir: Path, worker: FakeWorker) -> Iterator[Callable[..., RunningGateway]]:
+    """Starts gateways of this test alone, with changed settings; stops them at the end."""
     running: list[RunningGateway] = []
 
-    def start(**changes: Any) -> RunningGateway:
-        merged = gateway_settings.model_dump() | changes
-        running.append(RunningGateway(GatewaySettings(**merged)))
+    def start(*workers: str, **changes: Any) -> RunningGateway:
+        running.append(RunningGateway(gateway_settings(tmp_path, model_dir, *(workers or (worker.url,)), **changes)))
         running[-1].start()
         return running[-1]
 
     yield start
     for gateway in running:
         gateway.stop()
-
-
-@pytest.fixture
-def gateway(start_gateway: Callable[..., RunningGateway]) -> RunningGateway:
-    return start_gateway()
-
-
-@pytest.fixture
-def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
-    with gateway.client() as made:
-        yield made
 
 
 @pytest.fixture

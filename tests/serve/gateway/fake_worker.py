@@ -61,6 +61,7 @@ class FakeWorker:
     """Start with `start`; `stop` and `start` again is a restart."""
 
     def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self.script = Script(answer)
         self.seen = Seen()
         self._adapters: dict[str, tuple[str, str]] = {}
@@ -68,7 +69,7 @@ class FakeWorker:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._boot = 0
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -77,6 +78,12 @@ class FakeWorker:
     @property
     def adapters(self) -> list[str]:
         return sorted(self._adapters)
+
+    def reset(self) -> None:
+        """As new, but for the process: the script, what was seen, and what is remembered."""
+        self.script = Script(self._answer)
+        self.seen = Seen()
+        self._known = {}
 
     def start(self) -> None:
         self._boot += 1
@@ -291,7 +298,7 @@ def _no_usage() -> dict[str, int]:
     return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,126 @@
+"""The worker client: what it sends, what it makes of answers, and which error a failure becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from serve.backends.base import (
+    CompletionRequest,
+    Delta,
+    ModelNotFound,
+    Overloaded,
+    Usage,
+    WorkerRejected,
+    WorkerUnavailable,
+)
+from serve.backends.client import CompletionsClient
+from serve.backends.router import Router
+from tests.serve.gateway.fake_worker import BASE_NAME, BASE_WEIGHTS, FakeWorker, logprob, make_adapter
+
+REQUEST = CompletionRequest(model=BASE_NAME, prompt=[1, 2, 3], max_tokens=8, logprobs=1)
+
+
+@pytest.fixture
+def worker() -> Iterator[FakeWorker]:
+    fake = FakeWorker(lambda body: [10, 11, 12, 2])
+    fake.start()
+    yield fake
+    fake.stop()
+
+
+async def test_a_stream_is_tokens_then_usage(worker: FakeWorker) -> None:
+    async with CompletionsClient(worker.url) as client:
+        events = [event async for event in client.stream(REQUEST)]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert [delta.token_ids for delta in deltas] == [(10,), (11,), (12,), (2,)]
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+    assert deltas[0].logprobs[0].logprob == logprob(BASE_WEIGHTS, 10)
+    assert deltas[0].logprobs[0].top == ((10, logprob(BASE_WEIGHTS, 10)),)
+    usage = events[-1]
+    assert isinstance(usage, Usage)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 0)
+    assert usage.extras["weights_id"] == BASE_WEIGHTS
+
+
+async def test_leaving_a_stream_aborts_it(worker: FakeWorker) -> None:
+    worker.script.token_seconds = 0.02
+    async with CompletionsClient(worker.url) as client:
+        async with aclosing(client.stream(REQUEST)) as events:
+            await anext(events)
+        for _ in range(100):
+            if worker.seen.aborted:
+                break
+            await client.health()
+    assert worker.seen.aborted == 1
+
+
+async def test_scores_of_prompts(worker: FakeWorker, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "v1", "one")
+    async with CompletionsClient(worker.url) as client:
+        await client.load_adapter("v1", adapter["path"])
+        prompts = [list(probe["token_ids"]) for probe in adapter["fingerprint"]["probes"]]
+        scores = await client.prompt_logprobs("v1", prompts)
+        assert scores == [probe["adapter_logprobs"] for probe in adapter["fingerprint"]["probes"]]
+        models = await client.models()
+        assert [(model.id, model.parent, model.weights_id) for model in models] == [
+            (BASE_NAME, None, BASE_WEIGHTS), ("v1", BASE_NAME, adapter["weights_id"]),
+        ]  # fmt: skip
+        await client.unload_adapter("v1")
+        with pytest.raises(ModelNotFound):
+            await client.prompt_logprobs("v1", prompts)
+        with pytest.raises(ModelNotFound):
+            await client.unload_adapter("v1")
+        with pytest.raises(WorkerRejected, match="does not match"):
+            await client.load_adapter("v2", str(tmp_path))
+        health = await client.health()
+        assert (health.boot_id, health.context_length) == ("1", 8192)
+
+
+async def test_failures_are_typed(worker: FakeWorker) -> None:
+    async with CompletionsClient(worker.url) as client:
+        worker.script.reject = (429, "full", {"Retry-After": "3"})
+        with pytest.raises(Overloaded) as full:
+            await anext(client.stream(REQUEST))
+        assert full.value.retry_after == 3
+        worker.script.reject = (400, "bad field 'x'", {})
+        with pytest.raises(WorkerRejected, match="bad field") as bad:
+            await anext(client.stream(REQUEST))
+        assert bad.value.status == 400
+        worker.script.reject = (503, "closing", {})
+        with pytest.raises(WorkerUnavailable, match="closing"):
+            await anext(client.stream(REQUEST))
+        worker.script.reject = None
+        worker.script.die_after = 2
+        with pytest.raises(WorkerUnavailable):
+            _ = [event async for event in client.stream(REQUEST)]
+        with pytest.raises(ModelNotFound):
+            await anext(client.stream(CompletionRequest(model="other", prompt=[1])))
+        worker.stop()
+        for call in (client.health(), client.models(), client.load_adapter("a", "b"), anext(client.stream(REQUEST))):
+            with pytest.raises(WorkerUnavailable):
+                await call
+
+
+async def test_the_router_waits_then_gives_up(worker: FakeWorker) -> None:
+    router = Router([CompletionsClient(worker.url)], wait_seconds=0.1, poll_seconds=0.02)
+    chosen = await router.choose("s")
+    assert chosen.up
+    worker.stop()
+    await router.probe()
+    with pytest.raises(WorkerUnavailable):
+        await router.choose("s")
+    worker.start()
+    assert await router.choose("s") is chosen
+    await router.close()
+
+
+def test_defaults_are_left_out_of_the_body() -> None:
+    body = CompletionRequest(model="m", prompt=(1, 2)).body(stream=False)
+    assert body == {
+        "model": "m", "prompt": [1, 2], "temperature": 1.0, "top_p": 1.0, "stream": False, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "kv_transfer_params": {"kv_save": True},
+    }  # fmt: skip
