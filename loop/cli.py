@@ -109,7 +109,7 @@ def status(context: typer.Context, json_: JsonFlag = False) -> None:
 @app.command()
 def retrain(context: typer.Context, json_: JsonFlag = False) -> None:
     """Curate, train, evaluate, register and, if the gate says so, promote. Resumes an interrupted run."""
-    from loop.jobs import retrain_with_progress
+    from loop.retrain_progress import retrain_with_progress
 
     outcome = retrain_with_progress(context.obj.config(), say)
     typer.echo(json.dumps(outcome.as_json(), indent=2) if json_ else outcome.summary())
@@ -196,12 +196,13 @@ def demo(
     plain_sft: Annotated[
         bool, typer.Option("--plain-sft", help="Also train a candidate that forgets, and see the gate refuse it.")
     ] = False,
+    facts: Annotated[int | None, typer.Option(min=1, help="Tell it with only this many products.")] = None,
 ) -> None:
     """Tell the whole story in one run on the bundled model, with everything measured."""
     from loop.demo.story import run
 
     home = context.obj.home or Path(".kvloop-demo")
-    run(home, context.obj.overrides, stay=not exit_, json_file=json_file, plain_sft=plain_sft, say=say)
+    run(home, context.obj.overrides, stay=not exit_, json_file=json_file, plain_sft=plain_sft, facts=facts, say=say)
 
 
 def _model_override(model: str | None) -> tuple[str, ...]:

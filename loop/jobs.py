@@ -12,7 +12,6 @@ from memory.journal import Journal
 from pipelines.promotion import Move, Promotions
 from pipelines.registry import Registry
 from pipelines.schedule import Schedule
-from pipelines.stages import STEPS
 
 HAND = "kvloop"
 
@@ -87,6 +86,3 @@ def edit_schedule(config: Config, *, cron: str | None, every_feedback: int | Non
 
 def _when(moment: float) -> str:
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).isoformat(timespec="seconds")
-
-
-__all__ = ["STEPS", "list_moves", "list_versions", "opened_journal", "promote", "rollback"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 
 PARALLEL_CLIENTS = 6
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class Api:
 
     def ask_all(self, questions: Sequence[str], max_tokens: int = 32) -> list[Answer]:
         """Asks independent questions, a few at a time, and returns the answers in order."""
-        with ThreadPoolExecutor(PARALLEL_CLIENTS) as pool:
-            return list(pool.map(lambda question: self.ask(question, max_tokens=max_tokens), questions))
+        return in_parallel(lambda question: self.ask(question, max_tokens=max_tokens), questions)
 
     def correct(self, response_id: str, answer: str, source: str) -> None:
         """Leaves the right answer as a demonstration on a response."""
@@ -97,3 +98,9 @@ class Api:
             cast_to=object,
             body={"kind": "demonstration", "value": answer, "response_id": response_id, "source": source},
         )
+
+
+def in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """What a few clients at the same time get done, in the order of `items`."""
+    with ThreadPoolExecutor(PARALLEL_CLIENTS) as pool:
+        return list(pool.map(work, items))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from loop.demo.api import Answer, Api
 
@@ -49,9 +49,11 @@ class Worker:
 
     def computed_tokens(self) -> int:
         """Prompt tokens this worker process pushed through the model so far."""
-        text = httpx.get(f"{self._url}/metrics", timeout=30).text
-        found = re.search(r"^kvloop_worker_prompt_tokens_computed_total (\S+)$", text, re.MULTILINE)
-        return int(float(found.group(1))) if found else 0
+        return int(self._metric("kvloop_worker_computed_tokens_total"))
+
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of disk for each token that KV memory holds there."""
+        return self._metric("kvloop_kv_bytes", "disk") / self._metric("kvloop_kv_tokens", "disk")
 
     def kill(self) -> None:
         """kill -9; returns once the supervisor has a new process that answers."""
@@ -69,12 +71,16 @@ class Worker:
     def wait_until_written(self, seconds: float = 30.0) -> None:
         """Waits until nothing waits for the disk. Without it a kill would lose the newest chunks, and only time."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            text = httpx.get(f"{self._url}/metrics", timeout=30).text
-            found = re.search(r"^kvloop_kv_waiting_bytes (\S+)$", text, re.MULTILINE)
-            if found and float(found.group(1)) == 0:
-                return
+        while time.monotonic() < deadline and self._metric("kvloop_kv_waiting_bytes"):
             time.sleep(0.05)
+
+    def _metric(self, name: str, tier: str | None = None) -> float:
+        text = httpx.get(f"{self._url}/metrics", timeout=30).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name and sample.labels.get("tier") == tier:
+                    return float(sample.value)
+        raise LookupError(f"the worker at {self._url} has no metric {name}")
 
     def _pid(self) -> int:
         state = json.loads((self._home / "run" / "state.json").read_text())

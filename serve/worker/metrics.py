@@ -69,6 +69,8 @@ class _EngineCollector(Collector):
         yield _gauge("kvloop_worker_running_sequences", "Sequences in the batch.", load.running)
         yield _gauge("kvloop_worker_buffer_bytes", "KV buffers reserved, in bytes.", load.kv_reserved_bytes)
         yield _gauge("kvloop_worker_buffer_budget_bytes", "Budget of KV buffers, in bytes.", load.kv_budget_bytes)
+        computed = "Prompt tokens pushed through the model, counted where that happens."
+        yield _counter("kvloop_worker_computed_tokens", computed, load.computed_tokens)
         versions = len(self._engine.versions.list())
         yield _gauge("kvloop_worker_resident_versions", "Versions that take requests, the base included.", versions)
         if self._engine.memory is not None:
@@ -80,11 +82,13 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
     held = GaugeMetricFamily("kvloop_kv_bytes", "Bytes that a tier holds.", labels=["tier"])
     budget = GaugeMetricFamily("kvloop_kv_budget_bytes", "Bytes that a tier may hold.", labels=["tier"])
     chunks = GaugeMetricFamily("kvloop_kv_chunks", "Chunks that a tier holds.", labels=["tier"])
+    tokens = GaugeMetricFamily("kvloop_kv_tokens", "Tokens whose KV a tier holds.", labels=["tier"])
     for name, tier in (("ram", store.ram), ("disk", store.disk)):
         held.add_metric([name], tier.bytes)
         budget.add_metric([name], tier.budget)
         chunks.add_metric([name], tier.chunks)
-    yield from (held, budget, chunks)
+        tokens.add_metric([name], tier.tokens)
+    yield from (held, budget, chunks, tokens)
     yield _counter("kvloop_kv_hits", "Matches that found at least one chunk.", store.hits)
     yield _counter("kvloop_kv_misses", "Matches that found none.", store.misses)
     yield _counter("kvloop_kv_saved_tokens", "Tokens taken in.", store.saved_tokens)
