@@ -1,0 +1,137 @@
+"""The gateway with the embedded worker and the bundled model: what the fake cannot show."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve.gateway.text import TextCodec
+from tests.serve.gateway.conftest import RunningGateway, gateway_settings
+from tests.serve.gateway.fake_worker import free_port
+
+pytestmark = pytest.mark.model
+
+
+class RealWorker:
+    """The worker as its own process; `kill` is kill -9."""
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self.port = free_port()
+        self.kv_folder = folder / "kv"
+        self._settings = folder / "worker.json"
+        given = {
+            "model": str(model_dir),
+            "served_name": "base-model",
+            "port": self.port,
+            "kv_folder": str(self.kv_folder),
+        }
+        self._settings.write_text(json.dumps(given))
+        self._log = folder / "worker.log"
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "serve.worker", "--settings", str(self._settings)], stdout=log, stderr=log
+            )
+
+    def wait(self) -> None:
+        for _ in range(1200):
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.port}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                assert self._process.poll() is None, self._log.read_text()
+            time.sleep(0.05)
+        pytest.fail(f"the worker did not start: {self._log.read_text()}")
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@pytest.fixture
+def real(tmp_path: Path, model_dir: Path) -> Iterator[tuple[RealWorker, RunningGateway]]:
+    worker = RealWorker(tmp_path, model_dir)
+    url = f"http://127.0.0.1:{worker.port}"
+    gateway = RunningGateway(gateway_settings(tmp_path, model_dir, url, worker_wait_seconds=60))
+    worker.start()
+    gateway.start()
+    try:
+        worker.wait()
+        yield worker, gateway
+    finally:
+        gateway.stop()
+        worker.stop()
+
+
+def _until(true: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if true():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not happen")
+
+
+def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], codec: TextCodec) -> None:
+    worker, gateway = real
+    with gateway.client() as client:
+        story = "Remember these numbers. " + " ".join(f"{number} follows {number - 1}." for number in range(1, 70))
+        messages = [{"role": "user", "content": story}]
+        first = client.chat.completions.create(model="kvloop", messages=messages, temperature=0, max_tokens=8)  # type: ignore[arg-type]
+        assert first.usage is not None
+        assert first.usage.kvloop["computed_tokens"] == first.usage.prompt_tokens  # type: ignore[attr-defined]
+        session = first.session_id  # type: ignore[attr-defined]
+        with gateway.journal() as journal:
+            head = journal.get_session("default", session).head_response
+            assert head is not None
+            known = journal.session_token_ids(head)
+        # Full chunks and the tail are on disk a moment after the answer.
+        chunks = -(-len(known) // 256)
+        _until(lambda: len(list(worker.kv_folder.rglob("*.kv"))) >= chunks)
+        worker.kill()
+        worker.start()
+        again = [{"role": "user", "content": "And then?"}]
+        second = client.chat.completions.create(
+            model="kvloop",
+            messages=again,
+            temperature=0,
+            max_tokens=8,
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"session_id": session},
+        )  # type: ignore[call-overload]
+        usage = second.usage
+        assert len(known) - 8 <= usage.kvloop["restored_tokens"] <= len(known)
+        assert usage.prompt_tokens_details.cached_tokens == usage.kvloop["restored_tokens"]
+        assert usage.prompt_tokens == usage.kvloop["computed_tokens"] + usage.prompt_tokens_details.cached_tokens
+        assert "".join(entry.token for entry in second.choices[0].logprobs.content) == second.choices[0].message.content
+        # The whole history, resent as text, finds the same ids.
+        history = [*messages, first.choices[0].message.model_dump(), *again, second.choices[0].message.model_dump()]
+        third = client.chat.completions.create(
+            model="kvloop", messages=[*history, {"role": "user", "content": "Go on"}], temperature=0, max_tokens=4
+        )
+        assert third.session_id == session
+        assert third.usage.prompt_tokens_details.cached_tokens >= len(known)
+        stopped = client.chat.completions.create(
+            model="kvloop",
+            messages=[{"role": "user", "content": "Say: a, b, c"}],
+            temperature=0,
+            max_tokens=30,
+            stop=[" "],
+        )  # type: ignore[call-overload]
+        assert " " not in stopped.choices[0].message.content
+        # The worker has given back every slot.
+        _until(lambda: gateway.get("/v1/kvloop/status").json()["workers"][0]["in_flight"] == 0)
