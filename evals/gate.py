@@ -36,6 +36,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from evals.results import EvalResult
 from evals.stats import Estimate, HolmStep, PairedScores, clusters_needed, holm, paired_difference
 
 Verdict = Literal["pass", "fail", "inconclusive"]
@@ -143,6 +144,11 @@ def decide(target: PairedScores, guards: Sequence[PairedScores], settings: GateS
     )
 
 
+def judge(result: EvalResult, settings: GateSettings) -> Decision:
+    """Decides on an evaluation: held-out scores against its champion, every guard against its base model."""
+    return decide(result.target(), result.guards(), settings)
+
+
 def _verdict(metrics: Sequence[MetricDecision], missing: Sequence[str]) -> Verdict:
     if any(metric.verdict == "fail" for metric in metrics):
         return "fail"
@@ -166,17 +172,14 @@ def _judge(
     lower, upper = estimate.lower(step.level), estimate.upper(settings.alpha)
     refused_below = settings.smallest_gain if role == "target" else null
     enough = estimate.clusters >= settings.min_clusters and estimate.examples >= settings.min_examples
-    # A guard's version is planned as one without loss, a target's as one that truly gains what was seen.
-    effect = max(0.0, estimate.centre) if role == "guard" else estimate.centre
-    needed = clusters_needed(estimate, null, effect, step.level, settings.power)
     verdict: Verdict
     if enough and upper < refused_below:
         verdict = "fail"
     elif enough and lower > null:
-        verdict, needed = "pass", None
+        verdict = "pass"
     else:
         verdict = "inconclusive"
-        needed = max(needed or 0, 0 if enough else settings.min_clusters) or None
+    needed = _needed(role, estimate, null, step.level, settings) if verdict == "inconclusive" else None
     reason = _explain(scores, role, verdict, estimate, lower, upper, null, needed, enough, settings)
     return MetricDecision(
         metric=scores.metric,
@@ -201,6 +204,16 @@ def _judge(
         clusters=estimate.clusters,
         clusters_needed=needed,
     )
+
+
+def _needed(role: Role, estimate: Estimate, null: float, level: float, settings: GateSettings) -> int | None:
+    """Sessions that would probably decide; None when no number would, by what was seen."""
+    # A guard is planned for a version that loses nothing, the target for one that gains what was seen.
+    effect = max(0.0, estimate.centre) if role == "guard" else estimate.centre
+    needed = clusters_needed(estimate, null, effect, level, settings.power)
+    if estimate.clusters < settings.min_clusters:
+        return max(needed or 0, settings.min_clusters)
+    return needed
 
 
 def _explain(

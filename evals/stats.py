@@ -164,11 +164,9 @@ def clusters_needed(estimate: Estimate, null: float, effect: float, tail: float,
     if effect <= null or math.isinf(estimate.standard_error):
         return None
     spread = estimate.standard_error * math.sqrt(estimate.clusters)
-    needed, chance = 3, NormalDist().inv_cdf(power)
-    for _ in range(20):
-        reach = upper_quantile(tail, needed - 1) + chance
-        wanted = max(3, math.ceil((reach * spread / (effect - null)) ** 2))
-        if wanted == needed:
-            break
-        needed = wanted if wanted > needed else (wanted + needed + 1) // 2
-    return needed
+    distance, chance = (effect - null) / spread, NormalDist().inv_cdf(power)
+    needed = math.ceil(((NormalDist().inv_cdf(1 - tail) + chance) / distance) ** 2)
+    # The t quantile asks for a few more than the normal one, and depends on the answer: three rounds settle it.
+    for _ in range(3):
+        needed = math.ceil(((upper_quantile(tail, max(2, needed - 1)) + chance) / distance) ** 2)
+    return max(3, needed)

@@ -1,17 +1,16 @@
 """Guard: general knowledge, as multiple choice by likelihood. Nothing is generated.
 
 Each choice is scored as the continuation of "Question: ...\\nAnswer:", by its mean log-prob per token, so that long
-choices are not punished for their length. The score is the share of probability the right choice gets:
-
-    score = exp(mean log-prob of the right choice) / sum over choices of exp(mean log-prob)
-
-that is, the chance of being right when one draws among the choices. It moves smoothly, while right-or-wrong flips
-at ties; so far fewer questions settle the same margin. Right-or-wrong (accuracy) is kept as the secondary score.
+choices are not punished for their length. The score is the share of wrong choices that the right one beats (a tie
+counts half): 1 when it is first of four, 2/3 when it is second, 0 when it is last. Half-lost questions thus count as
+half-lost, so that fewer questions settle a margin than with right-or-wrong, which is kept as the secondary score
+(accuracy). And unlike the probability of the right choice, ranks do not rise when a model merely grows surer of
+itself, as fine-tuned models do: that would hide what they forgot.
 
 Asking with lettered choices in one prompt and comparing the letters would cost a quarter, but models of a few
 hundred million parameters answer letters at chance: such a guard would see nothing. So each choice is its own prompt,
-without chat template and system prompt, which keeps prompts near 20 tokens: 120 questions of 4 choices are about
-10,000 tokens of prefill for each model.
+without chat template and system prompt, which keeps prompts near 15 tokens: 200 questions of 4 choices are about
+11,500 tokens of prefill for each model.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Knowledge:
 
     def __init__(
         self, text: Text, file: Path = QUESTIONS, *, name: str = "knowledge", kind: str = "knowledge",
-        most_questions: int = 120, seed: int = 0,
+        most_questions: int = 200, seed: int = 0,
     ) -> None:  # fmt: skip
         self.name = name
         self.kind = kind
@@ -56,7 +55,7 @@ class Knowledge:
         self._rows = [row for _, row in chosen]
         self._asked = [_prompts(text, row) for row in self._rows]
         self.prompts = sum(len(asked) for asked in self._asked)
-        self.digest = content_digest(name, self._rows)
+        self.digest = content_digest(name, "share of wrong choices beaten", self._rows)
 
     async def score(self, model: Model, advance: Advance) -> list[ExampleScore]:
         """One score per question. The id is the question's number within its file."""
@@ -71,8 +70,8 @@ class Knowledge:
             best = max(range(len(of_choices)), key=of_choices.__getitem__)
             answer = int(row["answer"])
             details = {"question": row["question"], "chosen": row["choices"][best], "right": row["choices"][answer]}
-            share = _share(of_choices, answer)
-            scores.append(ExampleScore(str(number), f"question {number}", share, float(best == answer), details))
+            beaten = _beaten(of_choices, answer)
+            scores.append(ExampleScore(str(number), f"question {number}", beaten, float(best == answer), details))
         return scores
 
 
@@ -94,11 +93,10 @@ def _prompts(text: Text, row: dict[str, Any]) -> list[_Prompt]:
     return prompts
 
 
-def _share(log_values: Sequence[float], index: int) -> float:
-    """Softmax of `log_values` at `index`."""
-    highest = max(log_values)
-    weights = [math.exp(value - highest) for value in log_values]
-    return weights[index] / math.fsum(weights)
+def _beaten(values: Sequence[float], index: int) -> float:
+    """The share of the other `values` that lie below the one at `index`; ties count half."""
+    others = [value for position, value in enumerate(values) if position != index]
+    return sum(1.0 if value < values[index] else 0.5 * (value == values[index]) for value in others) / len(others)
 
 
 def _check(row: dict[str, Any], where: str) -> None:
