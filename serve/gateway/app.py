@@ -25,6 +25,7 @@ from serve.gateway.streaming import ClientGone
 # A body cut off by its client is answered like this, for the log's sake: nobody hears it.
 _CLIENT_GONE = 499
 _KEEP_SECONDS = 1.0
+_POLLED = ("/health", "/metrics", "/internal/versions")
 
 
 def routes() -> list[Route]:
@@ -112,7 +113,7 @@ class Edge:
             gateway.metrics.requests.labels(route, str(status)).inc()
             if status == _CLIENT_GONE:
                 gateway.metrics.disconnects.inc()
-        level = logging.DEBUG if route in ("/health", "/metrics") else logging.INFO
+        level = logging.DEBUG if route in _POLLED else logging.INFO
         event("request", level=level, method=scope["method"], route=route, status=status, seconds=round(seconds, 4))
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:

@@ -77,7 +77,7 @@ async def _events(gateway: Gateway, asked: Asked, body: ChatBody) -> AsyncGenera
         except Exception as error:
             if not begun:
                 raise
-            yield data(told(error).body())
+            yield data(told(error, gateway.metrics).body())
             return
         for index in range(body.n):
             if not begun:

@@ -29,6 +29,8 @@ from serve.gateway.text import TextCodec
 from serve.gateway.turns import Plan
 from serve.gateway.versions import Version, Versions
 
+_MOST_ATTEMPTS = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -77,7 +79,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Text as it becomes certain. Raises `ApiError` when there is no answer to be had."""
         deadline = self._router.deadline()
-        reloaded = False
+        reloaded, broken = False, 0
         while True:
             self._reset()
             try:
@@ -102,7 +104,9 @@ class Generation:
             except WorkerUnavailable as error:
                 if self._given_out:
                     raise unavailable(f"The worker stopped in the middle of the answer: {error}.") from error
-                if time.monotonic() >= deadline:
+                broken += 1
+                # A request that a worker dies of must not go on killing workers.
+                if broken == _MOST_ATTEMPTS or time.monotonic() >= deadline:
                     raise unavailable(f"No worker answers: {error}.") from error
                 self._metrics.worker_retries.labels("unavailable").inc()
                 await self._router.probe()

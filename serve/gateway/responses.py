@@ -134,6 +134,7 @@ class _Answer:
 
     def __init__(self, gateway: Gateway, turn: Turn, body: ResponsesBody) -> None:
         self._codec = gateway.codec
+        self._metrics = gateway.metrics
         self._turn = turn
         self._body = body
         self._id = turn.response_id() or new_response_id()
@@ -195,7 +196,7 @@ class _Answer:
 
     def failed(self, error: Exception) -> list[bytes]:
         """The last events of one that did not."""
-        heard = told(error)
+        heard = told(error, self._metrics)
         failed = self._object("failed", []) | {"error": {"code": "server_error", "message": heard.message}}
         details = heard.body()["error"]
         return [

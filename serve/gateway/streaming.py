@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.gateway.errors import ApiError, internal
 from serve.gateway.logs import event
+from serve.gateway.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -90,9 +91,10 @@ def named(name: str, payload: Mapping[str, Any]) -> bytes:
     return f"event: {name}\n".encode() + data(payload)
 
 
-def told(error: Exception) -> ApiError:
-    """What a client hears of an exception in mid-stream; a defect is logged with its traceback."""
-    if isinstance(error, ApiError):
-        return error
-    event("stream failed", level=logging.ERROR, error=error)
-    return internal()
+def told(error: Exception, metrics: Metrics) -> ApiError:
+    """What a client hears of an exception in mid-stream. It is counted; a defect is logged with its traceback."""
+    if not isinstance(error, ApiError):
+        event("stream failed", level=logging.ERROR, error=error)
+        error = internal()
+    metrics.errors.labels(error.code or "none").inc()
+    return error

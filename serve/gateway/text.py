@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,6 @@ from tokenizers import Tokenizer
 
 from serve.gateway.detokenize import Vocabulary
 from serve.gateway.template import ESCAPE_OPEN, ChatTemplate, Escapes, Message, read_special_tokens, read_template
-
-# Letters only, so that no template that trims or splits contents can change it.
-MARKER = "kvloopPreviousReplyStandsHere"
 
 
 class TextCodec:
@@ -79,12 +77,15 @@ class TextCodec:
         marker, and only what follows the marker is encoded; an end-of-turn token the reply already ends with is not
         repeated. Raises `ValueError` when the template does not show the reply exactly once.
         """
-        marked = [*history[:-1], {**history[-1], "content": MARKER}, *new]
+        # Letters and digits only, so that no template that trims or splits contents can change it; random, so that
+        # nobody can type it.
+        marker = f"previousReply{secrets.token_hex(16)}"
+        marked = [*history[:-1], {**history[-1], "content": marker}, *new]
         rendered = self.template.render(marked, add_generation_prompt=True)
-        position = rendered.rfind(MARKER)
+        position = rendered.rfind(marker)
         if position < 0:
             raise ValueError("the model's chat template does not show earlier replies, so a session cannot go on")
-        delta = rendered[position + len(MARKER) :]
+        delta = rendered[position + len(marker) :]
         leading = self._special_pattern.match(delta)
         if leading is not None and self._special[leading.group()] == last_id:
             delta = delta[leading.end() :]

@@ -189,10 +189,8 @@ class Turns:
         return self._first(asked, "new", new_session_id() if asked.store else None, create=True)
 
     def _in_session(self, asked: Asked, session_id: str, hold: _Hold) -> Plan:
-        self._journal.get_session(asked.tenant, session_id)
         if asked.store and not hold.take(session_id):
             raise conflict(f"A turn is already running in session '{session_id}'.", "session_busy")
-        # Read again: it may have moved on before it was held.
         session = self._journal.get_session(asked.tenant, session_id)
         if session.head_response is None:
             return self._first(asked, "session", session_id, create=False)

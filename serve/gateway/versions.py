@@ -165,11 +165,13 @@ class Versions:
     async def keep(self, pause: float) -> None:
         """Runs for ever: looks after the workers, and reloads what one lost when it restarted."""
         boots: dict[str, str | None] = {}
+        trouble: dict[str, str] = {}
         while True:
             for worker in self._router.workers:
                 try:
                     health = await worker.client.health()
                     if boots.get(worker.url, "") != health.boot_id:
+                        self._base = None  # it may have come back with another model
                         for version in list(self._resident.values()):
                             version.proven.discard(worker.url)
                             await self.reload(worker, version)
@@ -179,7 +181,9 @@ class Versions:
                 except WorkerUnavailable:
                     worker.up = False
                 except WorkerError as error:
-                    event("reload failed", level=logging.ERROR, worker=worker.url, reason=str(error))
+                    if trouble.get(worker.url) != str(error):  # said once, not every second
+                        trouble[worker.url] = str(error)
+                        event("reload failed", level=logging.ERROR, worker=worker.url, reason=str(error))
             await asyncio.sleep(pause)
 
     def status(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ HI = [{"role": "user", "content": "Hi"}]
 def test_an_answer(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) -> None:
     answer = client.chat.completions.create(
         model="kvloop", messages=HI, max_tokens=50, temperature=0, seed=3, top_p=0.5
-    )  # type: ignore[arg-type]
+    )
     assert answer.choices[0].message.content == "Hello there, friend."
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
@@ -32,14 +32,14 @@ def test_an_answer(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) 
     assert answer.usage.prompt_tokens == len(body["prompt"])
     assert answer.usage.completion_tokens == len(codec.encode_plain("Hello there, friend.")) + 1
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.session_id.startswith("sess_")  # type: ignore[attr-defined]
-    assert answer.choices[0].response_id.startswith("resp_")  # type: ignore[attr-defined]
+    assert answer.session_id.startswith("sess_")
+    assert answer.choices[0].response_id.startswith("resp_")
 
 
 def test_a_stream_with_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="kvloop", messages=HI, stream=True, stream_options={"include_usage": True}
-    )  # type: ignore[call-overload]
+    )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello there, friend."
@@ -55,14 +55,14 @@ def test_a_stream_with_usage(client: openai.OpenAI) -> None:
 def test_a_session_needs_only_the_new_message(
     client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker, codec: TextCodec, say: Any
 ) -> None:
-    first = client.chat.completions.create(model="kvloop", messages=HI)  # type: ignore[arg-type]
-    session = first.session_id  # type: ignore[attr-defined]
+    first = client.chat.completions.create(model="kvloop", messages=HI)
+    session = first.session_id
     one = worker.seen.bodies[-1]["prompt"] + codec.encode_plain("Hello there, friend.") + [END]
     worker.script.answer = say("Fine.")
     second = client.chat.completions.create(
         model="kvloop", messages=[{"role": "user", "content": "How are you?"}], extra_body={"session_id": session}
     )
-    assert second.session_id == session  # type: ignore[attr-defined]
+    assert second.session_id == session
     prompt = worker.seen.bodies[-1]["prompt"]
     assert prompt[: len(one)] == one
     assert (
@@ -77,40 +77,40 @@ def test_a_session_needs_only_the_new_message(
     )
     two = prompt + codec.encode_plain("Fine.") + [END]
     assert worker.seen.bodies[-1]["prompt"][: len(two)] == two
-    assert third.session_id == session  # type: ignore[attr-defined]
+    assert third.session_id == session
     shown = gateway.get(f"/v1/sessions/{session}").json()
     assert [message["content"] for message in shown["messages"]] == [
         "Hi", "Hello there, friend.", "How are you?", "Fine.", "Bye", "Fine.",
     ]  # fmt: skip
-    assert shown["messages"][3]["response_id"] == second.response_id  # type: ignore[attr-defined]
+    assert shown["messages"][3]["response_id"] == second.response_id
 
 
 def test_a_resent_history_is_found_again(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) -> None:
     # Ids that a re-tokenisation would never give: one token for each character.
     odd = [token for letter in "Hello" for token in codec.encode_plain(letter)]
     worker.script.answer = lambda body: [*odd, END]
-    first = client.chat.completions.create(model="kvloop", messages=HI)  # type: ignore[arg-type]
+    first = client.chat.completions.create(model="kvloop", messages=HI)
     known = worker.seen.bodies[-1]["prompt"] + odd + [END]
     history: list[Any] = [*HI, first.choices[0].message.model_dump(), {"role": "user", "content": "And?"}]
     second = client.chat.completions.create(model="kvloop", messages=history)
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
-    assert second.session_id == first.session_id  # type: ignore[attr-defined]
+    assert second.session_id == first.session_id
     # The same beginning once more is another conversation: a fork.
     third = client.chat.completions.create(model="kvloop", messages=[*history[:2], {"role": "user", "content": "Or?"}])
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
-    assert third.session_id != first.session_id  # type: ignore[attr-defined]
+    assert third.session_id != first.session_id
 
 
 def test_several_choices(client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker, codec: TextCodec) -> None:
     worker.script.answer = lambda body: [*codec.encode_plain(f"choice {body['index']}"), END]
-    answer = client.chat.completions.create(model="kvloop", messages=HI, n=3)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="kvloop", messages=HI, n=3)
     assert [choice.message.content for choice in answer.choices] == ["choice 0", "choice 1", "choice 2"]
-    assert len({choice.response_id for choice in answer.choices}) == 3  # type: ignore[attr-defined]
+    assert len({choice.response_id for choice in answer.choices}) == 3
     history: list[Any] = [*HI, {"role": "assistant", "content": "choice 2"}, {"role": "user", "content": "go on"}]
     known = worker.seen.bodies[-1]["prompt"] + codec.encode_plain("choice 2") + [END]
     client.chat.completions.create(model="kvloop", messages=history)
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
-    stream = client.chat.completions.create(model="kvloop", messages=HI, n=2, stream=True)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(model="kvloop", messages=HI, n=2, stream=True)
     texts = ["", ""]
     for chunk in stream:
         for choice in chunk.choices:
@@ -136,13 +136,13 @@ def test_stop_strings(
     stream: bool,
 ) -> None:
     if stream:
-        chunks = list(client.chat.completions.create(model="kvloop", messages=HI, stop=stop, stream=True))  # type: ignore[call-overload]
+        chunks = list(client.chat.completions.create(model="kvloop", messages=HI, stop=stop, stream=True))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         session = chunks[0].session_id
         assert chunks[-1].choices[0].finish_reason == "stop"
     else:
-        answer = client.chat.completions.create(model="kvloop", messages=HI, stop=stop)  # type: ignore[arg-type]
-        text, session = answer.choices[0].message.content or "", answer.session_id  # type: ignore[attr-defined]
+        answer = client.chat.completions.create(model="kvloop", messages=HI, stop=stop)
+        text, session = answer.choices[0].message.content or "", answer.session_id
     assert text == expected
     with gateway.journal() as journal:
         head = journal.get_session("default", session).head_response
@@ -160,11 +160,11 @@ def test_stop_strings(
 
 
 def test_an_answer_cut_by_its_length_goes_on_well(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) -> None:
-    answer = client.chat.completions.create(model="kvloop", messages=HI, max_completion_tokens=2)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="kvloop", messages=HI, max_completion_tokens=2)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
-    client.chat.completions.create(model="kvloop", messages=HI, extra_body={"session_id": answer.session_id})  # type: ignore[arg-type,attr-defined]
+    client.chat.completions.create(model="kvloop", messages=HI, extra_body={"session_id": answer.session_id})
     shown = codec.vocabulary.decode(worker.seen.bodies[-1]["prompt"], skip_special=False)
     assert f"assistant\n{answer.choices[0].message.content}<|im_end|>\n<|im_start|>user\nHi" in shown
 
@@ -172,10 +172,10 @@ def test_an_answer_cut_by_its_length_goes_on_well(client: openai.OpenAI, worker:
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(client: openai.OpenAI, stream: bool) -> None:
     if stream:
-        chunks = client.chat.completions.create(model="kvloop", messages=HI, logprobs=True, top_logprobs=2, stream=True)  # type: ignore[call-overload]
+        chunks = client.chat.completions.create(model="kvloop", messages=HI, logprobs=True, top_logprobs=2, stream=True)
         entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     else:
-        answer = client.chat.completions.create(model="kvloop", messages=HI, logprobs=True, top_logprobs=2)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model="kvloop", messages=HI, logprobs=True, top_logprobs=2)
         assert answer.choices[0].logprobs is not None
         entries = answer.choices[0].logprobs.content or []
     assert "".join(entry.token for entry in entries) == "Hello there, friend."
@@ -185,15 +185,15 @@ def test_log_probabilities(client: openai.OpenAI, stream: bool) -> None:
 
 def test_nothing_is_kept_when_not_asked_to(client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker) -> None:
     before = gateway.get("/v1/sessions").json()["data"]
-    answer = client.chat.completions.create(model="kvloop", messages=HI, store=False)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="kvloop", messages=HI, store=False)
     assert answer.choices[0].message.content == "Hello there, friend."
-    assert answer.response_id is None  # type: ignore[attr-defined]
+    assert answer.response_id is None
     assert worker.seen.bodies[-1]["kv_transfer_params"] == {"kv_save": False}
     assert gateway.get("/v1/sessions").json()["data"] == before
 
 
 def test_the_answer_is_kept_before_it_ends(client: openai.OpenAI, gateway: RunningGateway) -> None:
-    stream = client.chat.completions.create(model="kvloop", messages=HI, stream=True)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(model="kvloop", messages=HI, stream=True)
     for chunk in stream:
         if chunk.choices[0].finish_reason is not None:
             with gateway.journal() as journal:

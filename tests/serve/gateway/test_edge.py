@@ -217,7 +217,7 @@ def test_metrics_count_what_happened(gateway: RunningGateway, client: openai.Ope
     before = gateway.metric('kvloop_requests_total{route="/v1/chat/completions",status="200"}')
     cached = gateway.metric('kvloop_tokens_total{kind="cached"}')
     first = client.chat.completions.create(model="kvloop", messages=HI)
-    again = client.chat.completions.create(model="kvloop", messages=HI, extra_body={"session_id": first.session_id})  # type: ignore[attr-defined]
+    again = client.chat.completions.create(model="kvloop", messages=HI, extra_body={"session_id": first.session_id})
     assert gateway.metric('kvloop_requests_total{route="/v1/chat/completions",status="200"}') == before + 2
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None

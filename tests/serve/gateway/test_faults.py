@@ -83,6 +83,16 @@ def test_a_death_in_mid_stream_ends_it_with_an_error(client: openai.OpenAI, work
     assert _ask(client, extra_body={"session_id": session}).session_id == session
 
 
+def test_a_request_that_workers_die_of_is_given_up(
+    gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker
+) -> None:
+    worker.script.answer = lambda body: 1 / 0
+    with pytest.raises(openai.InternalServerError) as refused:
+        _ask(client)
+    assert refused.value.status_code == 503
+    assert len(worker.seen.bodies) == 4
+
+
 def test_a_full_queue_is_429(gateway: RunningGateway, worker: FakeWorker) -> None:
     worker.script.reject = (429, "queue full", {"Retry-After": "7"})
     for stream in (False, True):

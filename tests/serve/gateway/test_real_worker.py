@@ -90,10 +90,10 @@ def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], 
     with gateway.client() as client:
         story = "Remember these numbers. " + " ".join(f"{number} follows {number - 1}." for number in range(1, 70))
         messages = [{"role": "user", "content": story}]
-        first = client.chat.completions.create(model="kvloop", messages=messages, temperature=0, max_tokens=8)  # type: ignore[arg-type]
+        first = client.chat.completions.create(model="kvloop", messages=messages, temperature=0, max_tokens=8)
         assert first.usage is not None
-        assert first.usage.kvloop["computed_tokens"] == first.usage.prompt_tokens  # type: ignore[attr-defined]
-        session = first.session_id  # type: ignore[attr-defined]
+        assert first.usage.kvloop["computed_tokens"] == first.usage.prompt_tokens
+        session = first.session_id
         with gateway.journal() as journal:
             head = journal.get_session("default", session).head_response
             assert head is not None
@@ -112,7 +112,7 @@ def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], 
             logprobs=True,
             top_logprobs=2,
             extra_body={"session_id": session},
-        )  # type: ignore[call-overload]
+        )
         usage = second.usage
         assert len(known) - 8 <= usage.kvloop["restored_tokens"] <= len(known)
         assert usage.prompt_tokens_details.cached_tokens == usage.kvloop["restored_tokens"]
@@ -131,7 +131,7 @@ def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], 
             temperature=0,
             max_tokens=30,
             stop=[" "],
-        )  # type: ignore[call-overload]
+        )
         assert " " not in stopped.choices[0].message.content
         # The worker has given back every slot.
         _until(lambda: gateway.get("/v1/kvloop/status").json()["workers"][0]["in_flight"] == 0)

@@ -38,13 +38,13 @@ def test_a_response_goes_on_from_another(client: openai.OpenAI, worker: FakeWork
     second = client.responses.create(model="kvloop", input="More", previous_response_id=first.id)
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
     assert second.previous_response_id == first.id
-    assert second.session_id == first.session_id  # type: ignore[attr-defined]
+    assert second.session_id == first.session_id
     branch = client.responses.create(model="kvloop", input="Other", previous_response_id=first.id)
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
-    assert branch.session_id != first.session_id  # type: ignore[attr-defined]
+    assert branch.session_id != first.session_id
     items: list[Any] = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Parts"}]}]
     third = client.responses.create(model="kvloop", input=items, previous_response_id=second.id)
-    assert third.session_id == first.session_id  # type: ignore[attr-defined]
+    assert third.session_id == first.session_id
     unknown = pytest.raises(openai.NotFoundError, match="was not found")
     with unknown:
         client.responses.create(model="kvloop", input="x", previous_response_id="resp_nothing")
@@ -57,7 +57,7 @@ def test_a_history_of_items_is_matched(client: openai.OpenAI, worker: FakeWorker
     items: list[Any] = [{"role": "user", "content": "Hi"}, *reply, {"role": "user", "content": "On"}]
     second = client.responses.create(model="kvloop", input=items)
     assert worker.seen.bodies[-1]["prompt"][: len(known)] == known
-    assert second.session_id == first.session_id  # type: ignore[attr-defined]
+    assert second.session_id == first.session_id
 
 
 def test_the_events_of_a_stream(client: openai.OpenAI) -> None:
@@ -95,7 +95,7 @@ def test_a_short_budget_is_incomplete(client: openai.OpenAI) -> None:
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
     made = client.responses.create(model="kvloop", input="Hi", include=["message.output_text.logprobs"], top_logprobs=1)
-    content: Any = made.output[0].content[0]  # type: ignore[union-attr,index]
+    content: Any = made.output[0].content[0]
     assert "".join(entry.token for entry in content.logprobs) == "Hello there, friend."
     assert len(content.logprobs[0].top_logprobs) == 1
 
@@ -115,7 +115,7 @@ def test_deleting(client: openai.OpenAI, gateway: RunningGateway) -> None:
     second = client.responses.create(model="kvloop", input="On", previous_response_id=first.id)
     with pytest.raises(openai.ConflictError, match="delete the session"):
         client.responses.delete(first.id)
-    assert gateway.post(f"/v1/sessions/{second.session_id}/fork").status_code == 200  # type: ignore[attr-defined]
+    assert gateway.post(f"/v1/sessions/{second.session_id}/fork").status_code == 200
 
 
 def test_a_worker_that_dies_ends_the_stream_with_an_error(client: openai.OpenAI, worker: FakeWorker) -> None:

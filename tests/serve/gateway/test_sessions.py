@@ -76,7 +76,7 @@ def test_concurrent_resends_of_one_history_all_succeed(client: openai.OpenAI, wo
     sessions: list[str] = []
 
     def ask() -> None:
-        sessions.append(client.chat.completions.create(model="kvloop", messages=history).session_id)  # type: ignore[arg-type,attr-defined]
+        sessions.append(client.chat.completions.create(model="kvloop", messages=history).session_id)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -93,27 +93,27 @@ def test_a_resend_inside_a_named_session(client: openai.OpenAI) -> None:
     second = client.chat.completions.create(
         model="kvloop",
         messages=history,
-        extra_body={"session_id": first.session_id},  # type: ignore[arg-type]
+        extra_body={"session_id": first.session_id},
     )
-    assert second.session_id == first.session_id  # type: ignore[attr-defined]
+    assert second.session_id == first.session_id
     again = client.chat.completions.create(
         model="kvloop",
         messages=history,
-        extra_body={"session_id": first.session_id},  # type: ignore[arg-type]
+        extra_body={"session_id": first.session_id},
     )
-    assert again.session_id != first.session_id  # type: ignore[attr-defined]
+    assert again.session_id != first.session_id
     assert _turn(client, first.session_id).session_id == first.session_id
 
 
 def test_a_repeated_system_message_is_not_repeated(client: openai.OpenAI, gateway: RunningGateway) -> None:
     system = {"role": "system", "content": "Be kind."}
-    first = client.chat.completions.create(model="kvloop", messages=[system, *HI])  # type: ignore[arg-type]
+    first = client.chat.completions.create(model="kvloop", messages=[system, *HI])
     client.chat.completions.create(
         model="kvloop",
         messages=[system, *HI],
-        extra_body={"session_id": first.session_id},  # type: ignore[arg-type,attr-defined]
+        extra_body={"session_id": first.session_id},
     )
-    shown = gateway.get(f"/v1/sessions/{first.session_id}").json()  # type: ignore[attr-defined]
+    shown = gateway.get(f"/v1/sessions/{first.session_id}").json()
     assert [message["role"] for message in shown["messages"]] == ["system", "user", "assistant", "user", "assistant"]
 
 
@@ -172,7 +172,7 @@ def test_tenants_do_not_see_each_other(keyed: RunningGateway, worker: FakeWorker
             bob.responses.create(model="kvloop", input="x", previous_response_id=turn.response_id)
         history = [*HI, {"role": "assistant", "content": "Hello there, friend."}, {"role": "user", "content": "?"}]
         other = bob.chat.completions.create(model="kvloop", messages=history)
-        assert other.session_id != turn.session_id  # type: ignore[attr-defined]
+        assert other.session_id != turn.session_id
         assert worker.seen.bodies[-1]["cache_salt"] != salt
         assert other.usage is not None
         assert other.usage.prompt_tokens_details is not None
@@ -191,10 +191,10 @@ def test_tenants_do_not_see_each_other(keyed: RunningGateway, worker: FakeWorker
 def test_users_of_one_tenant_are_not_mixed_up(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(model="kvloop", messages=HI, user="ann")
     history = [*HI, {"role": "assistant", "content": "Hello there, friend."}, {"role": "user", "content": "?"}]
-    other = client.chat.completions.create(model="kvloop", messages=history, user="bob")  # type: ignore[arg-type]
-    same = client.chat.completions.create(model="kvloop", messages=history, user="ann")  # type: ignore[arg-type]
-    assert other.session_id != first.session_id  # type: ignore[attr-defined]
-    assert same.session_id == first.session_id  # type: ignore[attr-defined]
+    other = client.chat.completions.create(model="kvloop", messages=history, user="bob")
+    same = client.chat.completions.create(model="kvloop", messages=history, user="ann")
+    assert other.session_id != first.session_id
+    assert same.session_id == first.session_id
 
 
 def test_a_session_goes_on_after_a_restart_of_everything(

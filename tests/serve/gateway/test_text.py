@@ -35,13 +35,13 @@ def codec(model_dir: Path) -> TextCodec:
 
 
 @pytest.fixture(scope="module")
-def transformers_tokenizer(model_dir: Path):  # type: ignore[no-untyped-def]
+def transformers_tokenizer(model_dir: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir)
 
 
-def test_the_conversation_is_encoded_as_transformers_does(codec: TextCodec, transformers_tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_conversation_is_encoded_as_transformers_does(codec: TextCodec, transformers_tokenizer) -> None:
     randomness = random.Random(7)
     words = ["hello", " the", "12", "345", "\n", "é", "漢字", "  ", "code: x=1;", "👩‍👩‍👧", "ﬁ", "\t", "don't"]
     for _ in range(40):
@@ -59,7 +59,7 @@ def test_the_conversation_is_encoded_as_transformers_does(codec: TextCodec, tran
             assert codec.encode(rendered) == list(expected["input_ids"])
 
 
-def test_the_template_environment_matches_transformers(transformers_tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_template_environment_matches_transformers(transformers_tokenizer) -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}\n"
         "    {%- if loop.index > 2 %}{% break %}{% endif %}\n"
@@ -96,7 +96,7 @@ def test_what_a_person_types_never_becomes_a_control_token(codec: TextCodec, con
 
 @FAST
 @given(first=MESSAGES, second=MESSAGES)
-def test_different_conversations_have_different_digests(codec: TextCodec, first: list, second: list) -> None:  # type: ignore[type-arg]
+def test_different_conversations_have_different_digests(codec: TextCodec, first: list, second: list) -> None:
     same = codec.history_digest(first) == codec.history_digest(second)
     default = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
     spelled = [messages if messages[0]["role"] == "system" else [default, *messages] for messages in (first, second)]
