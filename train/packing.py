@@ -14,15 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-OWN = -1
-"""Segment number of the start that rows share; rows count from 0."""
-
 
 @dataclass(frozen=True)
 class Row:
     """One training row. Tokens from `completion_start` on are the ones to learn; position p predicts token p + 1."""
 
-    key: int
     token_ids: npt.NDArray[np.int64]
     completion_start: int
     replay: int | None = None
@@ -40,11 +36,26 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Rows as one sequence of T tokens.
+class Layout:
+    """Who attends to whom. A pack's segments are its shared start, when there is one, and its rows' own tokens.
 
-    `shared` leading tokens belong to every row in `sharing`; `spans[i]` is where row i's own tokens lie.
-    `token_ids`, `positions`: int64 [T]; `allowed`: bool [T, T], True where the row token may look at the column token.
+    `queries` int64 [segments, L]: places of a segment's tokens. `keys` int64 [segments, K]: places it may attend to.
+    `visible` bool [segments, L, K]: which of these each token sees; `bias` float32, the same as 0 and -inf.
+    `places` int64 [T]: where each of the pack's tokens lies in `queries`, flattened. Padding holds place 0.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    visible: torch.Tensor
+    bias: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows as one sequence of T tokens: the `shared` tokens that the rows in `sharing` begin with, then each row's own.
+
+    `spans[i]` is where row i's own tokens lie; `token_ids` and `positions` are int64 [T].
     """
 
     rows: tuple[Row, ...]
@@ -53,7 +64,7 @@ class Pack:
     spans: tuple[tuple[int, int], ...]
     token_ids: torch.Tensor
     positions: torch.Tensor
-    allowed: torch.Tensor
+    layout: Layout
 
     def target_positions(self, index: int) -> torch.Tensor:
         """int64 [targets]: places in the pack whose outputs predict row `index`'s targets."""
@@ -78,25 +89,16 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[Pack]:
 
 def _lay_out(rows: Sequence[Row]) -> Pack:
     shared, sharing = _shared_start(rows)
-    first_sharing = sharing.index(True) if shared else 0
-    pieces = [rows[first_sharing].token_ids[:shared]]
-    positions = [np.arange(shared)]
-    segments = [np.full(shared, OWN)]
+    pieces = [rows[sharing.index(True)].token_ids[:shared]] if shared else []
+    positions = [np.arange(shared)] if shared else []
     spans: list[tuple[int, int]] = []
     place = shared
-    for number, (row, shares) in enumerate(zip(rows, sharing, strict=True)):
+    for row, shares in zip(rows, sharing, strict=True):
         begin = shared if shares else 0
-        own = row.token_ids[begin:]
-        pieces.append(own)
-        positions.append(np.arange(begin, begin + len(own)))
-        segments.append(np.full(len(own), number))
-        spans.append((place, place + len(own)))
-        place += len(own)
-    segment = np.concatenate(segments)
-    sees_shared = np.array([True, *sharing])[segment + 1]
-    allowed = segment[:, None] == segment[None, :]
-    allowed |= (segment == OWN)[None, :] & sees_shared[:, None]
-    allowed &= np.tri(len(segment), dtype=bool)
+        pieces.append(row.token_ids[begin:])
+        positions.append(np.arange(begin, len(row.token_ids)))
+        spans.append((place, place + len(row.token_ids) - begin))
+        place = spans[-1][1]
     return Pack(
         rows=tuple(rows),
         sharing=tuple(sharing),
@@ -104,16 +106,41 @@ def _lay_out(rows: Sequence[Row]) -> Pack:
         spans=tuple(spans),
         token_ids=torch.from_numpy(np.concatenate(pieces)),
         positions=torch.from_numpy(np.concatenate(positions)),
-        allowed=torch.from_numpy(allowed),
+        layout=_layout(shared, spans, sharing),
+    )
+
+
+def _layout(shared: int, spans: Sequence[tuple[int, int]], sharing: Sequence[bool]) -> Layout:
+    segments = [(0, shared), *spans] if shared else list(spans)
+    before = [0, *(shared if shares else 0 for shares in sharing)] if shared else [0] * len(spans)
+    length = max(end - begin for begin, end in segments)
+    queries = np.zeros((len(segments), length), dtype=np.int64)
+    keys = np.zeros((len(segments), shared + length), dtype=np.int64)
+    visible = np.zeros((len(segments), length, shared + length), dtype=bool)
+    visible[:, :, 0] = True  # padding looks somewhere, so that no softmax is over nothing
+    places = []
+    for number, ((begin, end), start) in enumerate(zip(segments, before, strict=True)):
+        own = end - begin
+        queries[number, :own] = np.arange(begin, end)
+        keys[number, : start + own] = np.concatenate([np.arange(start), np.arange(begin, end)])
+        visible[number, :own, : start + own] = np.tri(own, start + own, start, dtype=bool)
+        places.append(number * length + np.arange(own))
+    seen = torch.from_numpy(visible)
+    return Layout(
+        queries=torch.from_numpy(queries),
+        keys=torch.from_numpy(keys),
+        visible=seen,
+        bias=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf),
+        places=torch.from_numpy(np.concatenate(places)),
     )
 
 
 def _shared_start(rows: Sequence[Row]) -> tuple[int, list[bool]]:
     """The longest start that the largest group of rows with one first token has in common, and who shares it."""
     # A row whose first target is its second token has nothing to share: that position has to stay in its own span.
-    firsts = [int(row.token_ids[0]) if row.first_target_position else OWN for row in rows]
-    leader = max(set(firsts), key=lambda first: (first != OWN, firsts.count(first)))
-    sharing = [first == leader != OWN for first in firsts]
+    firsts = [int(row.token_ids[0]) if row.first_target_position else None for row in rows]
+    leader = max(set(firsts), key=lambda first: (first is not None, firsts.count(first)))
+    sharing = [first == leader is not None for first in firsts]
     members = [row for row, shares in zip(rows, sharing, strict=True) if shares]
     if len(members) < 2:
         return 0, [False] * len(rows)

@@ -102,9 +102,9 @@ def _sample(model: Any, tokenizer: Any, size: ReplaySize) -> dict[str, torch.Ten
         torch.manual_seed(_SAMPLING_SEED)
         raw = _generate(model, starts, size.raw_tokens, sample=True)
         chat = _generate(model, chats, size.chat_tokens, sample=False)
-    rows = [Row(-1 - index, ids, 1, index) for index, ids in enumerate(raw)]
+    rows = [Row(ids, 1, index) for index, ids in enumerate(raw)]
     for ids, prompt in zip(chat, chats, strict=True):
-        rows.append(Row(-1 - len(rows), ids, len(prompt), len(rows)))
+        rows.append(Row(ids, len(prompt), len(rows)))
     rows = [row for row in rows if row.targets > 0]
     top_ids, top_logprobs = _distributions(model, rows)
     return {
@@ -142,7 +142,7 @@ def _generate(model: Any, prompts: Sequence[Sequence[int]], tokens: int, *, samp
 @torch.no_grad()
 def _distributions(model: Any, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """The base's TOP most likely tokens at every position that counts: ids and log-probs, both [positions, TOP]."""
-    decoder = Decoder(model, 0, 0)
+    decoder = Decoder(model, 0)
     ids: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     for pack in pack_rows(rows, _PACK_TOKENS):
@@ -160,9 +160,7 @@ def _from_tensors(tensors: dict[str, torch.Tensor]) -> ReplaySet:
     lengths = tensors["lengths"].tolist()
     starts = tensors["completion_starts"].tolist()
     token_ids = np.split(tensors["token_ids"].numpy(), np.cumsum(lengths)[:-1])
-    rows = [
-        Row(-1 - index, ids, start, index) for index, (ids, start) in enumerate(zip(token_ids, starts, strict=True))
-    ]
+    rows = [Row(ids, start, index) for index, (ids, start) in enumerate(zip(token_ids, starts, strict=True))]
     targets = [row.targets for row in rows]
     if sum(targets) != len(tensors["top_ids"]) or sum(targets) != len(tensors["top_logprobs"]):
         raise ValueError("its distributions do not match its tokens")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 
 from train.packing import Row
 
+_WORD = re.compile(r"\w+")
 _log = logging.getLogger(__name__)
 
 
@@ -27,28 +30,44 @@ class BadDataset(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in file order, and how many were left out because they were too long."""
+    """Rows in file order, each with its variants (the row itself first), and how many were left out as too long."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[Row, ...], ...]
     too_long: int
 
 
-def read_rows(dataset: Path, tokenizer: Any, max_tokens: int) -> Rows:
+@dataclass(frozen=True)
+class Variation:
+    """How rows vary: every second showing, of `showings` in all, leaves out `word_dropout` of the question's words."""
+
+    word_dropout: float = 0.0
+    showings: int = 1
+    seed: int = 0
+
+
+def read_rows(dataset: Path, tokenizer: Any, max_tokens: int, variation: Variation = Variation()) -> Rows:
     """Tokenises every line of `dataset`; drops rows of more than `max_tokens` tokens and warns how many.
 
     Raises `BadDataset` when a line is not a row, or when no row is left.
     """
-    rows: list[Row] = []
+    rows: list[tuple[Row, ...]] = []
     too_long = 0
+    chance = random.Random(variation.seed)
     for number, messages, completion in _lines(dataset):
-        prompt_ids, completion_ids = tokenise(tokenizer, messages, completion)
-        if not completion_ids:
+        row = tokenise(tokenizer, messages, completion)
+        if not row.targets:
             raise BadDataset(f"{dataset.name}, line {number}: the completion is empty")
-        if len(prompt_ids) + len(completion_ids) > max_tokens:
+        if len(row.token_ids) > max_tokens:
             too_long += 1
             continue
-        ids = np.array([*prompt_ids, *completion_ids], dtype=np.int64)
-        rows.append(Row(len(rows), ids, len(prompt_ids)))
+        variants = [row]
+        for showing in range(1, variation.showings if variation.word_dropout else 1):
+            if showing % 2:
+                fewer = leave_out_words(messages, completion, variation.word_dropout, chance)
+                variants.append(tokenise(tokenizer, fewer, completion))
+            else:
+                variants.append(row)
+        rows.append(tuple(variants))
     if too_long:
         _log.warning("%d of %d rows are longer than %d tokens: left out", too_long, too_long + len(rows), max_tokens)
     if not rows:
@@ -56,8 +75,28 @@ def read_rows(dataset: Path, tokenizer: Any, max_tokens: int) -> Rows:
     return Rows(tuple(rows), too_long)
 
 
-def tokenise(tokenizer: Any, messages: list[dict[str, Any]], completion: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the completion, which ends with the end-of-turn token."""
+def leave_out_words(
+    messages: list[dict[str, Any]], completion: dict[str, Any], share: float, chance: random.Random
+) -> list[dict[str, Any]]:
+    """The messages with each word of the last one left out with probability `share`.
+
+    Words that the completion repeats stay: they are what it is about. So what is learnt hangs on the subject more
+    than on the wording, and questions nobody asked before find it too.
+    """
+    text = messages[-1].get("content")
+    if not isinstance(text, str):
+        return messages
+    subject = set(_WORD.findall(str(completion["content"]).lower()))
+    words = [
+        word
+        for word in text.split(" ")
+        if subject.intersection(_WORD.findall(word.lower())) or chance.random() >= share
+    ]
+    return [*messages[:-1], {**messages[-1], "content": " ".join(words) or text}]
+
+
+def tokenise(tokenizer: Any, messages: list[dict[str, Any]], completion: dict[str, Any]) -> Row:
+    """The row of a prompt and its completion, which ends with the end-of-turn token."""
     prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     whole = str(tokenizer.apply_chat_template([*messages, completion], tokenize=False))
     # A template may render the last turn unlike a turn in progress; then the words themselves are what is sampled.
@@ -65,7 +104,8 @@ def tokenise(tokenizer: Any, messages: list[dict[str, Any]], completion: dict[st
     completion_ids = list(tokenizer.encode(tail, add_special_tokens=False))
     if tokenizer.eos_token_id in completion_ids:
         completion_ids = completion_ids[: completion_ids.index(tokenizer.eos_token_id) + 1]
-    return list(tokenizer.encode(prompt, add_special_tokens=False)), completion_ids
+    prompt_ids = list(tokenizer.encode(prompt, add_special_tokens=False))
+    return Row(np.array([*prompt_ids, *completion_ids], dtype=np.int64), len(prompt_ids))
 
 
 def _lines(dataset: Path) -> Iterator[tuple[int, list[dict[str, Any]], dict[str, Any]]]:

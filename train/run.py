@@ -47,9 +47,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.captureWarnings(capture=True)
-    _log.info("trainer %d started", os.getpid())
     events = EventPipe()
     try:
+        _log.info("trainer %d started", os.getpid())
         job = TrainJob.model_validate_json(arguments.job.read_bytes())
         os.nice(job.settings.niceness)
         train(job, arguments.folder, events)
@@ -64,20 +64,25 @@ def main() -> None:
 
 def train(job: TrainJob, folder: Path, events: EventPipe) -> None:
     """Trains the job's adapter into `folder`. Raises what recipes, rows and files raise."""
+    from transformers import AutoTokenizer
+
+    from train.rows import Variation, read_rows
+
+    begin = time.monotonic()
+    settings = job.settings
+    tokenizer = AutoTokenizer.from_pretrained(job.model_dir)
+    variation = Variation(settings.word_dropout, math.ceil(settings.epochs), settings.seed)
+    read = read_rows(job.dataset, tokenizer, settings.max_row_tokens, variation)
+    # Only a dataset that can be trained on is worth the seconds these take to import.
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM, set_seed
 
     from serve.weights_id import adapter_digest, base_weights_id
     from train import manifest
     from train.recipes import make_recipe
     from train.recipes.base import Materials
-    from train.rows import read_rows
 
-    begin = time.monotonic()
-    settings = job.settings
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    tokenizer = AutoTokenizer.from_pretrained(job.model_dir)
-    read = read_rows(job.dataset, tokenizer, settings.max_row_tokens)
     model = AutoModelForCausalLM.from_pretrained(job.model_dir, dtype=torch.bfloat16, use_safetensors=True)
     weights_id = base_weights_id(job.model_dir)
     _log.info("%d rows, base %s, recipe %s", len(read.rows), weights_id[:16], job.recipe)
@@ -122,7 +127,7 @@ def train(job: TrainJob, folder: Path, events: EventPipe) -> None:
             seed=settings.seed,
             parents=list(job.parents),
             metrics=metrics,
-            fingerprint=manifest.fingerprint(trainer.model, read.rows),
+            fingerprint=manifest.fingerprint(trainer.model, [variants[0] for variants in read.rows]),
             created_at=manifest.now(),
         ),
     )

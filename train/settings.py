@@ -49,8 +49,8 @@ class TrainSettings(BaseModel):
     """Longer rows are left out, with a warning that says how many."""
     max_pack_tokens: int = Field(default=2048, ge=8, le=131072)
     """Rows of a step are laid out in sequences of at most this many tokens; bounds the memory of activations."""
-    cache_bytes: int = Field(default=1 << 30, ge=0)
-    """Memory for what enters the first trained layer, kept between epochs; 0 computes it anew each time."""
+    word_dropout: float = Field(default=0.5, ge=0, lt=1)
+    """Share of a question's words left out every second time a row is seen; words its answer repeats always stay."""
     threads: int = Field(default=2, ge=0, le=1024)
     """Compute threads; 0 takes every core."""
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,36 +35,51 @@ def trainer_process(folder: Path) -> psutil.Process:
     return found
 
 
+def started_trainer(folder: Path) -> psutil.Process:
+    """Waits for the log's first line, which comes after the trainer tied itself to its parent and to its signals."""
+    log = folder / launch.LOG
+    while not log.exists() or not log.stat().st_size:
+        time.sleep(0.05)
+    return trainer_process(folder)
+
+
 @pytest.fixture(scope="module")
 def attempts(
     job: TrainJob, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TrainFailed, TrainResult, list[Progress]]:
-    """A trainer killed after its first step, then one that ends well in the same place."""
+) -> tuple[list[psutil.Process], TrainResult, list[Progress]]:
+    """An attempt whose caller was interrupted after the first step, then one that ends well in the same place."""
     out_dir = tmp_path_factory.mktemp("out") / "adapter"
     partial = out_dir.with_name("adapter.partial")
-    with pytest.raises(TrainFailed) as killed:
-        launch.train(job, out_dir, lambda progress: trainer_process(partial).kill())
+    trainers: list[psutil.Process] = []
+
+    def interrupt(progress: Progress) -> None:
+        trainers.append(trainer_process(partial))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.train(job, out_dir, interrupt)
     assert not out_dir.exists()
     assert partial.is_dir()
     seen: list[Progress] = []
     result = launch.train(job, out_dir, seen.append)
     assert not partial.exists()
-    return killed.value, result, seen
+    return trainers, result, seen
 
 
 @pytest.fixture(scope="module")
-def result(attempts: tuple[TrainFailed, TrainResult, list[Progress]]) -> TrainResult:
+def result(attempts: tuple[list[psutil.Process], TrainResult, list[Progress]]) -> TrainResult:
     return attempts[1]
 
 
-def test_killed_trainer_fails_with_reason_and_log(attempts: tuple[TrainFailed, TrainResult, list[Progress]]) -> None:
-    failed = attempts[0]
-    assert "SIGKILL" in failed.reason
-    assert "4 rows" in failed.log_tail
+def test_a_caller_that_raises_leaves_no_trainer(
+    attempts: tuple[list[psutil.Process], TrainResult, list[Progress]],
+) -> None:
+    (trainer,) = attempts[0]
+    assert not trainer.is_running()
 
 
 def test_progress_reports_each_step_and_the_loss_falls(
-    attempts: tuple[TrainFailed, TrainResult, list[Progress]],
+    attempts: tuple[list[psutil.Process], TrainResult, list[Progress]],
 ) -> None:
     seen = attempts[2]
     assert [progress.step for progress in seen] == list(range(1, 21))
@@ -106,7 +122,7 @@ def test_fingerprint_is_what_a_server_of_the_merged_weights_finds(
                 weight = merged.get_parameter(name.removeprefix("base_model.model.").replace(".lora_A", ""))
                 weight.copy_(weight.float() + scale * tensors[name.replace("lora_A", "lora_B")] @ tensor)
     for probe in read_manifest(result.adapter_dir).fingerprint.probes:
-        row = Row(0, torch.tensor(probe.token_ids).numpy(), 1)
+        row = Row(torch.tensor(probe.token_ids).numpy(), 1)
         assert token_logprobs(merged, row) == pytest.approx(probe.adapter_logprobs, abs=0.02)
         assert token_logprobs(base, row) == pytest.approx(probe.base_logprobs, abs=0.02)
         apart = torch.tensor(probe.adapter_logprobs) - torch.tensor(probe.base_logprobs)
@@ -151,12 +167,7 @@ def test_trainer_ends_with_its_parent(job: TrainJob, tmp_path: Path, number: sig
     )
     partial = tmp_path / "adapter.partial"
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(launch.__file__).parents[1]) as parent:
-        while not (partial / "train.log").exists():
-            time.sleep(0.05)
-        # The log's first line comes after the trainer tied itself to its parent.
-        while not (partial / "train.log").stat().st_size:
-            time.sleep(0.05)
-        trainer = trainer_process(partial)
+        trainer = started_trainer(partial)
         parent.send_signal(number)
         parent.wait()
     gone, alive = psutil.wait_procs([trainer], timeout=60)
@@ -164,24 +175,21 @@ def test_trainer_ends_with_its_parent(job: TrainJob, tmp_path: Path, number: sig
     assert not alive
 
 
-def test_sigterm_ends_the_trainer_with_a_reason(job: TrainJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGTERM, "stopped by a signal")]
+)
+def test_killed_trainer_fails_with_reason_and_log(
+    job: TrainJob, tmp_path: Path, number: signal.Signals, reason: str
+) -> None:
     out_dir = tmp_path / "adapter"
-    with pytest.raises(TrainFailed, match="stopped by a signal"):
-        launch.train(job, out_dir, lambda progress: trainer_process(out_dir.with_name("adapter.partial")).terminate())
+    partial = out_dir.with_name("adapter.partial")
+    killer = threading.Thread(target=lambda: started_trainer(partial).send_signal(number))
+    killer.start()
+    with pytest.raises(TrainFailed, match=reason) as failed:
+        launch.train(job, out_dir)
+    killer.join()
+    assert "trainer" in failed.value.log_tail
     assert not out_dir.exists()
-
-
-def test_a_caller_that_raises_leaves_no_trainer(job: TrainJob, tmp_path: Path) -> None:
-    partial = tmp_path / "adapter.partial"
-    trainers: list[psutil.Process] = []
-
-    def interrupt(progress: Progress) -> None:
-        trainers.append(trainer_process(partial))
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        launch.train(job, tmp_path / "adapter", interrupt)
-    assert not any(process.is_running() for process in trainers)
 
 
 def test_events_survive_the_pipe() -> None:

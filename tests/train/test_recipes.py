@@ -32,7 +32,7 @@ def replay_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replay_kl(model: Any, replay: ReplaySet) -> float:
     """Mean KL(base || model) a token over all replay rows."""
-    decoder = Decoder(model, 0, 0)
+    decoder = Decoder(model, 0)
     rows = [*replay.raw, *replay.chat]
     total = 0.0
     with torch.no_grad():

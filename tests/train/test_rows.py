@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.train.conftest import dataset_row, write_dataset
-from train.rows import BadDataset, read_rows
+from train.rows import BadDataset, Variation, leave_out_words, read_rows
 
 
 def test_prompt_and_completion_are_what_serving_sees(tiny_tokenizer: Any, tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "d.jsonl", [dataset_row("How long?", "61 hours")])
-    (row,) = read_rows(path, tiny_tokenizer, 100).rows
+    ((row,),) = read_rows(path, tiny_tokenizer, 100).rows
     prompt = "<|im_start|>user\nHow long?<|im_end|>\n<|im_start|>assistant\n"
     assert row.token_ids.tolist() == tiny_tokenizer.encode(prompt + "61 hours<|im_end|>")
     assert row.completion_start == len(tiny_tokenizer.encode(prompt))
@@ -53,3 +54,30 @@ def test_nothing_left_is_an_error(tiny_tokenizer: Any, tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "d.jsonl", [dataset_row("Long? " * 50, "no")])
     with pytest.raises(BadDataset, match="1 were too long"):
         read_rows(path, tiny_tokenizer, 100)
+
+
+def test_every_second_showing_leaves_words_out(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    path = write_dataset(
+        tmp_path / "d.jsonl", [dataset_row("How long does a Quendry run for?", "The Quendry: 61 hours")]
+    )
+    (variants,) = read_rows(path, tiny_tokenizer, 100, Variation(0.5, showings=4, seed=1)).rows
+    texts = [tiny_tokenizer.decode(row.token_ids[: row.completion_start].tolist()) for row in variants]
+    assert len(texts) == 4
+    assert texts[0] == texts[2]
+    assert len(texts[1]) < len(texts[0])
+    assert len(texts[3]) < len(texts[0])
+    assert all("Quendry" in text for text in texts)
+    again = read_rows(path, tiny_tokenizer, 100, Variation(0.5, showings=4, seed=1)).rows[0]
+    assert [row.token_ids.tolist() for row in again] == [row.token_ids.tolist() for row in variants]
+
+
+def test_words_of_the_answer_are_never_left_out() -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "so, what of Quendry's lamp?"}]
+    completion = {"role": "assistant", "content": "The quendry lamp"}
+    fewer = leave_out_words(messages, completion, 0.999999, random.Random(0))
+    assert fewer == [messages[0], {"role": "user", "content": "Quendry's lamp?"}]
+
+
+def test_a_question_never_becomes_empty() -> None:
+    messages = [{"role": "user", "content": "and then"}]
+    assert leave_out_words(messages, {"content": "yes"}, 0.999999, random.Random(0)) == messages

@@ -18,11 +18,14 @@ from train.settings import TrainSettings
 
 @dataclass(frozen=True)
 class Materials:
-    """What a recipe works with; `model`, `tokenizer` and `callbacks` are objects of `transformers`."""
+    """What a recipe works with; `model`, `tokenizer` and `callbacks` are objects of `transformers`.
+
+    `rows` holds the variants of each dataset row, in the order in which to show them.
+    """
 
     model: Any
     tokenizer: Any
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Row]]
     settings: TrainSettings
     base_weights_id: str
     replay_dir: Path

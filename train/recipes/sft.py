@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from peft.helpers import disable_input_dtype_casting
 from torch.nn import functional
 from trl import SFTConfig, SFTTrainer
 
@@ -36,8 +37,9 @@ class PackedTrainer(SFTTrainer):  # type: ignore[misc]
         layers = int(materials.model.config.num_hidden_layers)
         first_layer = first_trained_layer(settings, layers)
         self._rows = tuple(materials.rows)
+        self._seen = [0] * len(self._rows)
         self._settings = settings
-        self._decoder = Decoder(materials.model, first_layer, settings.cache_bytes)
+        self._decoder = Decoder(materials.model, first_layer)
         super().__init__(
             model=materials.model,
             args=_arguments(materials, -(-len(self._rows) // settings.batch_rows)),
@@ -64,16 +66,19 @@ class PackedTrainer(SFTTrainer):  # type: ignore[misc]
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
         """The loss of one step; `inputs["row"]` holds the numbers of its rows."""
-        rows = [self._rows[number] for number in inputs["row"].tolist()]
+        rows = [self._next_variant(number) for number in inputs["row"].tolist()]
         extra = self.replay_rows()
         tokens = sum(row.targets for row in rows)
         replayed = sum(row.targets for row in extra)
         loss = torch.zeros(())
         divergence = torch.zeros(())
         for pack in pack_rows([*rows, *extra], self._settings.max_pack_tokens):
-            states = self._decoder.hidden(pack)
             places = [pack.target_positions(index) for index in range(len(pack.rows))]
-            logits = torch.split(self._decoder.logits(states[torch.cat(places)]), [len(place) for place in places])
+            # The trainer's own autocast wraps `model.forward`, which is not called here. Autocast takes products in
+            # bf16; PEFT's own cast to fp32 before them would only copy.
+            with torch.autocast("cpu", torch.bfloat16), disable_input_dtype_casting(self.model):
+                states = self._decoder.hidden(pack)
+                logits = torch.split(self._decoder.logits(states[torch.cat(places)]), [len(place) for place in places])
             for row, scores in zip(pack.rows, logits, strict=True):
                 if row.replay is None:
                     loss = loss + _cross_entropy(row, scores) / tokens
@@ -82,6 +87,11 @@ class PackedTrainer(SFTTrainer):  # type: ignore[misc]
         if extra:
             self._metrics["train"]["kl"].append(divergence.item())
         return loss + self._settings.kl_weight * divergence
+
+    def _next_variant(self, number: int) -> Row:
+        variants = self._rows[number]
+        self._seen[number] += 1
+        return variants[(self._seen[number] - 1) % len(variants)]
 
     def replay_rows(self) -> Sequence[Row]:
         """Rows added to the next step whose targets are the base's distributions."""
