@@ -36,6 +36,8 @@ class Script:
 
     answer: Answer
     token_seconds: float = 0.0
+    gate: threading.Event | None = None
+    """Holds back every token after the first until it is set."""
     die_after: int | None = None
     """Breaks the connection after this many tokens, once."""
     reject: tuple[int, str, dict[str, str]] | None = None
@@ -193,6 +195,8 @@ class FakeWorker:
                 answer = answer[:budget]
                 for at, token in enumerate(answer):
                     await asyncio.sleep(self.script.token_seconds)
+                    while at and self.script.gate is not None and not self.script.gate.is_set():
+                        await asyncio.sleep(0.005)
                     if self.script.die_after is not None and made >= self.script.die_after:
                         self.script.die_after = None
                         raise ConnectionError("scripted death")

@@ -109,14 +109,14 @@ def test_a_full_queue_is_429(gateway: RunningGateway, worker: FakeWorker) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(gateway: RunningGateway, worker: FakeWorker, stream: bool) -> None:
-    worker.script.token_seconds = 0.2
+    worker.script.gate = threading.Event()
     body = {"model": "kvloop", "messages": HI, "stream": stream}
     with (
         contextlib.suppress(httpx.ReadTimeout),
         httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=0.5) as response,
     ):
         next(response.iter_lines())
-    for _ in range(150):
+    for _ in range(500):
         if worker.seen.aborted and gateway.get("/v1/kvloop/status").json()["workers"][0]["in_flight"] == 0:
             break
         time.sleep(0.02)
@@ -129,11 +129,12 @@ def test_a_client_that_leaves_frees_its_slot(gateway: RunningGateway, worker: Fa
 def test_a_stopping_gateway_finishes_its_streams(
     gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker
 ) -> None:
-    worker.script.token_seconds = 0.1
+    worker.script.gate = threading.Event()
     stream = iter(_ask(client, stream=True))
     next(stream)
     stopping = threading.Thread(target=gateway.stop)
     stopping.start()
+    threading.Timer(0.5, worker.script.gate.set).start()
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "stop"
     stopping.join()
@@ -147,14 +148,18 @@ def test_several_workers_share_the_load_and_keep_their_sessions(
     gateway = start_gateway(worker.url, other.url)
     try:
         with gateway.client() as client:
-            worker.script.token_seconds = other.script.token_seconds = 0.05
+            worker.script.gate = other.script.gate = threading.Event()
             threads = [threading.Thread(target=_ask, args=(client,)) for _ in range(4)]
             for thread in threads:
                 thread.start()
+            for _ in range(1000):
+                if len(worker.seen.bodies) + len(other.seen.bodies) == 4:
+                    break
+                time.sleep(0.01)
+            worker.script.gate.set()
             for thread in threads:
                 thread.join()
             assert len(worker.seen.bodies) == len(other.seen.bodies) == 2
-            worker.script.token_seconds = other.script.token_seconds = 0
             session = _ask(client).session_id
             held = worker if len(worker.seen.bodies) > len(other.seen.bodies) else other
             before = len(held.seen.bodies)

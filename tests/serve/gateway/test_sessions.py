@@ -49,7 +49,7 @@ def test_the_life_of_a_session(client: openai.OpenAI, gateway: RunningGateway) -
 
 def test_one_turn_at_a_time(client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker) -> None:
     session = _turn(client).session_id
-    worker.script.token_seconds = 0.05
+    worker.script.gate = threading.Event()
     with client.chat.completions.create(
         model="kvloop", messages=HI, stream=True, extra_body={"session_id": session}
     ) as stream:
@@ -59,12 +59,12 @@ def test_one_turn_at_a_time(client: openai.OpenAI, gateway: RunningGateway, work
         assert refused.value.code == "session_busy"
         assert gateway.delete(f"/v1/sessions/{session}").status_code == 409
     # The client left in mid-stream: the slot and the session are free again, and nothing was kept.
-    worker.script.token_seconds = 0
-    for _ in range(100):
+    for _ in range(500):
         if worker.seen.aborted:
             break
         threading.Event().wait(0.02)
     assert worker.seen.aborted == 1
+    worker.script.gate.set()
     assert _turn(client, session).session_id == session
     assert len(gateway.get(f"/v1/sessions/{session}").json()["messages"]) == 4
 

@@ -90,11 +90,12 @@ def test_old_versions_are_unloaded_when_nothing_runs_on_them(
     for name in ("v1", "v2"):
         gateway.admin(ACTIVATE, make_adapter(tmp_path / name, name))
         if name == "v1":
-            worker.script.token_seconds = 0.05
+            worker.script.gate = threading.Event()
             slow = iter(client.chat.completions.create(model="kvloop", messages=HI, stream=True))
             next(slow)
     gateway.admin(ACTIVATE, make_adapter(tmp_path / "v3", "v3"))
     assert "v1" in worker.adapters
+    worker.script.gate.set()
     chunks = list(slow)
     assert {chunk.model for chunk in chunks} == {"v1"}
     assert chunks[-1].choices[0].finish_reason == "stop"
