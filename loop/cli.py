@@ -107,11 +107,15 @@ def status(context: typer.Context, json_: JsonFlag = False) -> None:
 
 
 @app.command()
-def retrain(context: typer.Context, json_: JsonFlag = False) -> None:
+def retrain(
+    context: typer.Context,
+    force: Annotated[bool, typer.Option("--force", help="Train even if too few corrections are new.")] = False,
+    json_: JsonFlag = False,
+) -> None:
     """Curate, train, evaluate, register and, if the gate says so, promote. Resumes an interrupted run."""
     from loop.retrain_progress import retrain_with_progress
 
-    outcome = retrain_with_progress(context.obj.config(), say)
+    outcome = retrain_with_progress(context.obj.config(), say, force=force)
     typer.echo(json.dumps(outcome.as_json(), indent=2) if json_ else outcome.summary())
     raise typer.Exit(outcome.exit_code)
 

@@ -60,6 +60,7 @@ def retrain_with_progress(
     config: Config,
     console: Console,
     trigger: str = "by hand",
+    force: bool = False,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
     """Resumes the interrupted run or starts a new one. Raises `Busy` when another process is at it."""
@@ -80,4 +81,4 @@ def retrain_with_progress(
             config.gate,
             both,
         )
-        return retrain.run(trigger)
+        return retrain.run(trigger, force=force)
