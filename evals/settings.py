@@ -19,7 +19,7 @@ class EvalSettings(BaseModel):
     """Most demonstrations asked of one session, so that no session outweighs the others."""
     reply_tokens: int = Field(default=64, ge=1)
     """Longest reply to a held-out question, in tokens; shorter where the demonstration is short."""
-    knowledge_questions: int = Field(default=200, ge=1)
+    knowledge_questions: int = Field(default=150, ge=1)
     """Most general questions asked."""
     guard_dir: Path | None = None
     """Folder with guard files of your own: *.jsonl with {"question", "choices", "answer"} lines, one guard a file."""

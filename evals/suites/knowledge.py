@@ -9,8 +9,8 @@ itself, as fine-tuned models do: that would hide what they forgot.
 
 Asking with lettered choices in one prompt and comparing the letters would cost a quarter, but models of a few
 hundred million parameters answer letters at chance: such a guard would see nothing. So each choice is its own prompt,
-without chat template and system prompt, which keeps prompts near 15 tokens: 200 questions of 4 choices are about
-11,500 tokens of prefill for each model.
+without chat template and system prompt, which keeps prompts near 15 tokens: 150 questions of 4 choices are about
+8,700 tokens of prefill for each model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def _words(prompt: Sequence[int]) -> str:
 
 def paired(
     baseline: Sequence[float], candidate: Sequence[float], *, metric: str = "heldout", kind: str = "target",
-    unit: Unit = "score", clusters: Sequence[object] | None = None,
+    unit: Unit = "score", clusters: Iterable[object] | None = None,
 ) -> PairedScores:  # fmt: skip
     """Paired scores; each example is its own cluster unless `clusters` says otherwise."""
     names = [str(number) for number in range(len(baseline))]
