@@ -8,7 +8,9 @@ from evals.gate import GateSettings, decide
 from evals.stats import PairedScores
 
 SETTINGS = GateSettings()
-GUARD_SIZES = {"knowledge": 120, "format": 30, "perplexity": 12}
+GUARD_SIZES = {"knowledge": 150, "format": 60, "perplexity": 12}
+# Spread of the paired differences, as measured between a small model and its fine-tuned versions.
+SPREADS = {"knowledge": 0.11, "format": 0.25, "perplexity": 0.03}
 
 
 def _paired(metric: str, kind: str, clusters: np.ndarray, baseline: np.ndarray, candidate: np.ndarray) -> PairedScores:
@@ -32,7 +34,6 @@ def _target(random: np.random.Generator, sessions: int, gain: float) -> PairedSc
     together = [random.random(sessions)[clusters] for _ in range(2)]
     alone = [random.random(len(clusters)) for _ in range(2)]
     luck = [np.where(random.random(len(clusters)) < 0.5, t, a) for t, a in zip(together, alone, strict=True)]
-    # The gain is spread so that the mean chance of a right answer rises by `gain` exactly.
     return _paired(
         "heldout",
         "target",
@@ -45,12 +46,11 @@ def _target(random: np.random.Generator, sessions: int, gain: float) -> PairedSc
 def _guards(random: np.random.Generator, losses: dict[str, float]) -> list[PairedScores]:
     guards = []
     for kind, size in GUARD_SIZES.items():
-        if kind == "perplexity":
-            baseline = random.normal(-2.6, 0.4, size)
-            candidate = baseline + random.normal(-losses.get(kind, 0.0), 0.012, size)
-        else:
-            baseline = np.clip(random.beta(2, 2, size), 0.2, 0.8)
-            candidate = np.clip(baseline + random.normal(-losses.get(kind, 0.0), 0.12, size), 0, 1)
+        mean, spread = (-2.6, 0.4) if kind == "perplexity" else (0.5, 0.1)
+        baseline = random.normal(mean, spread, size)
+        candidate = baseline + random.normal(-losses.get(kind, 0.0), SPREADS[kind], size)
+        if kind != "perplexity":
+            baseline, candidate = baseline.clip(0, 1), candidate.clip(0, 1)
         guards.append(_paired(kind, kind, np.arange(size), baseline, candidate))
     return guards
 
