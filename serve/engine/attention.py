@@ -1,8 +1,9 @@
 """Causal attention over one sequence's KV buffer, for a run of new tokens.
 
-A run of one token (decode) folds the query heads that share a KV head into the query axis: torch's CPU flash
-kernel then reads each key once instead of once per query head. Longer runs (prefill) go in blocks of queries, each
-against just the keys it may see, so that half of the square is never computed.
+The query heads that share a KV head are folded into the query axis, so that each key is read once for all of them.
+A run of one token (decode) goes through torch's flash kernel. Longer runs (prefill) go in blocks of queries, head by
+head, each against just the keys it may see: the scores of a block stay in the core's cache, and on CPUs with bf16
+instructions this takes little more than half of the flash kernel's time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ QUERY_BLOCK = 128
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [first, last) of a run see keys [key_first, key_last); `mask` [last-first, keys] is added to scores."""
+    """Queries [first, last) of a run see keys [key_first, key_last); `mask` is added to the scores of the last keys."""
 
     first: int
     last: int
@@ -28,21 +29,24 @@ class Block:
 
 def plan_blocks(start: int, count: int, window: int | None, dtype: torch.dtype) -> list[Block]:
     """Blocks for `count` tokens at positions start, start+1, ...; the same for every layer with this window."""
-    blocks = []
-    for first in range(0, count, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, count)
-        key_last = start + last
-        key_first = 0 if window is None else max(0, start + first - window + 1)
-        mask = None
-        if last - first > 1:
-            queries = torch.arange(start + first, key_last).unsqueeze(1)
-            keys = torch.arange(key_first, key_last).unsqueeze(0)
-            hidden = keys > queries
-            if window is not None:
-                hidden |= keys <= queries - window
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        blocks.append(Block(first, last, key_first, key_last, mask))
-    return blocks
+    return [
+        _plan_block(start, first, min(first + QUERY_BLOCK, count), window, dtype)
+        for first in range(0, count, QUERY_BLOCK)
+    ]
+
+
+def _plan_block(start: int, first: int, last: int, window: int | None, dtype: torch.dtype) -> Block:
+    key_last = start + last
+    key_first = 0 if window is None else max(0, start + first - window + 1)
+    if last - first == 1:
+        return Block(first, last, key_first, key_last, None)
+    queries = torch.arange(start + first, key_last).unsqueeze(1)
+    keys = torch.arange(start + first if window is None else key_first, key_last).unsqueeze(0)
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return Block(first, last, key_first, key_last, mask)
 
 
 def attend(queries: torch.Tensor, kv: torch.Tensor, blocks: list[Block], out: torch.Tensor) -> None:
@@ -50,13 +54,28 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, blocks: list[Block], out: to
 
     queries: [tokens, heads, head_dim]; kv: [2, kv_heads, capacity, head_dim] with the run's own keys already in it.
     """
-    kv_heads = kv.shape[1]
     for block in blocks:
-        key, value = kv[:, None, :, block.key_first : block.key_last]
+        query, target = queries[block.first : block.last], out[block.first : block.last]
+        keys, values = kv[:, :, block.key_first : block.key_last]
         if block.mask is None:
-            grouped = queries[block.first].view(1, kv_heads, -1, queries.shape[-1])
-            out[block.first] = scaled_dot_product_attention(grouped, key, value).view(out.shape[1:])
+            _attend_one(query, keys, values, target)
         else:
-            query = queries[block.first : block.last].transpose(0, 1).unsqueeze(0)
-            seen = scaled_dot_product_attention(query, key, value, attn_mask=block.mask, enable_gqa=True)
-            out[block.first : block.last] = seen[0].transpose(0, 1)
+            _attend_block(query, keys, values, block.mask, target)
+
+
+def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    grouped = query.view(1, len(keys), -1, query.shape[-1])
+    out.copy_(scaled_dot_product_attention(grouped, keys.unsqueeze(0), values.unsqueeze(0)).view(out.shape))
+
+
+def _attend_block(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor
+) -> None:
+    kv_heads, head_dim = len(keys), query.shape[-1]
+    grouped = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) * head_dim**-0.5
+    targets = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    for head in range(kv_heads):
+        scores = torch.mm(grouped[head].reshape(-1, head_dim), keys[head].T).unflatten(0, grouped.shape[1:3])
+        scores[..., -mask.shape[-1] :].add_(mask)
+        weights = torch.softmax(scores, dim=-1).flatten(0, 1)
+        targets[head].copy_(torch.mm(weights, values[head]).view(targets[head].shape))
