@@ -186,12 +186,11 @@ def _judge(
     else:
         verdict = "inconclusive"
     needed = _needed(role, estimate, null, step.level, settings) if verdict == "inconclusive" else None
-    reason = _explain(scores, role, verdict, estimate, lower, upper, null, needed, enough, settings)
-    return MetricDecision(
+    metric = MetricDecision(
         metric=scores.metric,
         role=role,
         verdict=verdict,
-        reason=reason,
+        reason="",
         unit=scores.unit,
         reference=scores.baseline_name,
         candidate=scores.candidate_name,
@@ -210,6 +209,7 @@ def _judge(
         clusters=estimate.clusters,
         clusters_needed=needed,
     )
+    return metric.model_copy(update={"reason": _explain(metric, scores.kind, settings)})
 
 
 def _needed(role: Role, estimate: Estimate, null: float, level: float, settings: GateSettings) -> int | None:
@@ -222,40 +222,30 @@ def _needed(role: Role, estimate: Estimate, null: float, level: float, settings:
     return needed
 
 
-def _explain(
-    scores: PairedScores,
-    role: Role,
-    verdict: Verdict,
-    estimate: Estimate,
-    lower: float,
-    upper: float,
-    null: float,
-    needed: int | None,
-    enough: bool,
-    settings: GateSettings,
-) -> str:
+def _explain(metric: MetricDecision, kind: str, settings: GateSettings) -> str:
     """One sentence on why this metric was judged so."""
-    show = _as_ratio if scores.kind == "perplexity" else _as_points
-    versus = f"{scores.candidate_name} against {scores.baseline_name}: {show(estimate.difference)}"
-    if role == "target":
-        bar, goal = "no difference", "a gain"
-        refusal = f"even in the best case ({show(upper)}) the gain is below the smallest worth a swap"
-        refusal += f" ({show(settings.smallest_gain)})"
-    else:
-        bar, goal = f"the accepted {show(null)}", "that nothing was lost"
-        refusal = f"worse than accepted: at best {show(upper)}, while {show(null)} is allowed"
-    if verdict == "fail":
-        return f"{versus}; {refusal}"
-    if verdict == "pass":
-        return f"{versus}, at worst {show(lower)}; that is above {bar}"
-    if not enough:
-        return (
-            f"{versus}; too little data to prove {goal}: {estimate.examples} examples in {estimate.clusters} sessions,"
-            f" at least {settings.min_examples} in {settings.min_clusters} are needed"
+    show = _as_ratio if kind == "perplexity" else _as_points
+    things = "sessions" if metric.role == "target" else "examples"
+    allowed = f"the {show(metric.null)} that is accepted"
+    worst = "" if metric.lower is None else f", at worst {show(metric.lower)}"
+    seen = f"{metric.candidate} against {metric.reference}: {show(metric.difference)}{worst}"
+    if metric.verdict == "pass":
+        return f"{seen}; " + (
+            "the gain is proven" if metric.role == "target" else f"proven to lose less than {allowed}"
         )
-    missing = (needed or 0) - estimate.clusters
-    more = f"; about {missing} more sessions would probably decide" if missing > 0 else ""
-    return f"{versus}, at worst {show(lower)}; not enough to prove {goal} (the bar is {bar}){more}"
+    if metric.verdict == "fail":
+        best = "even at best" if metric.upper is None else f"even at best {show(metric.upper)}"
+        gain = f"less than the smallest gain worth a swap ({show(settings.smallest_gain)})"
+        return f"{seen}; {best}, " + (gain if metric.role == "target" else f"worse than {allowed}")
+    goal = "a gain" if metric.role == "target" else f"that it loses less than {allowed}"
+    if metric.clusters < settings.min_clusters or metric.examples < settings.min_examples:
+        return (
+            f"{seen}; too little data to prove {goal}: {metric.examples} examples in {metric.clusters} sessions,"
+            f" and at least {settings.min_examples} in {settings.min_clusters} are needed"
+        )
+    missing = (metric.clusters_needed or 0) - metric.clusters
+    more = f"; about {missing} more {things} would probably decide" if missing > 0 else ""
+    return f"{seen}; not enough to prove {goal}{more}"
 
 
 def _as_points(difference: float) -> str:

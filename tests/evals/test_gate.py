@@ -26,7 +26,7 @@ def test_a_loss_beyond_the_margin_fails_whatever_the_gain(kind: str) -> None:
     decision = decide(paired(BEFORE, AFTER), guards(2.5 * SETTINGS.margin(kind), kind), SETTINGS)
     assert decision.verdict == "fail"
     assert decision.reasons[0].startswith(f"{kind}: ")
-    assert "worse than accepted" in decision.reasons[0]
+    assert "worse than the" in decision.reasons[0]
 
 
 def test_no_gain_on_much_data_fails() -> None:
@@ -36,7 +36,7 @@ def test_no_gain_on_much_data_fails() -> None:
         paired(scores.tolist(), (scores + random.normal(0, 0.1, 2000)).clip(0, 1).tolist()), guards(), SETTINGS
     )
     assert decision.verdict == "fail"
-    assert "smallest worth a swap" in decision.reasons[0]
+    assert "less than the smallest gain worth a swap" in decision.reasons[0]
 
 
 def test_a_small_gain_on_little_data_is_inconclusive_and_says_how_much_is_missing() -> None:
@@ -104,3 +104,10 @@ def test_an_evaluation_is_judged_against_champion_and_base() -> None:
     decision = judge(result({"base": {"heldout": BEFORE, **same}, "v2": {"heldout": AFTER, **same}}), SETTINGS)
     assert decision.verdict == "pass"
     assert [metric.role for metric in decision.metrics] == ["target", "guard", "guard", "guard"]
+
+
+def test_reasons_are_plain_words() -> None:
+    decision = decide(paired(BEFORE, AFTER), guards(), SETTINGS)
+    assert decision.reasons[0].startswith("heldout: v2 against base: +90.0 points, at worst +")
+    assert decision.reasons[0].endswith("; the gain is proven")
+    assert all(reason.endswith(" that is accepted") for reason in decision.reasons[1:])
