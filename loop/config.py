@@ -68,6 +68,8 @@ def load(
     """
     environment = os.environ if environment is None else environment
     home = (home or Path(environment.get("KVLOOP_HOME", DEFAULT_HOME))).expanduser().resolve()
+    if home.exists() and not home.is_dir():
+        raise ConfigError(f"home {home} is a file: name a folder, which is made where there is none")
     values: dict[str, Any] = {}
     for source, found in (
         (str(home / "kvloop.toml"), _from_file(home / "kvloop.toml")),
@@ -75,6 +77,8 @@ def load(
         ("the command line", _from_overrides(overrides)),
     ):
         _check_known(found, Config, source)
+        if "home" in found and source != "the environment":
+            raise ConfigError(f"setting 'home' in {source} comes too late: use kvloop --home or KVLOOP_HOME")
         _merge(values, found)
     values["home"] = home
     _fill_derived(values, home)
@@ -90,8 +94,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # TOML's own, and bytes that are no UTF-8
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -115,8 +119,13 @@ def _from_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], path: Sequence[str], text: str) -> None:
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1], start=1):
         tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            whole, section = ".".join(path), ".".join(path[:depth])
+            raise ConfigError(
+                f"setting {whole!r} needs {section!r} to be a section, but that was given a value: {tree!r}"
+            )
     try:
         tree[path[-1]] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

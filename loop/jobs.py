@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from loop.config import Config
+from loop.config import Config, ConfigError
 from memory.journal import Journal
 from pipelines.promotion import Move, Promotions
 from pipelines.registry import Registry
@@ -72,7 +72,12 @@ def list_moves(config: Config) -> list[dict[str, Any]]:
 
 
 def edit_schedule(config: Config, *, cron: str | None, every_feedback: int | None, off: bool) -> list[dict[str, Any]]:
-    """Changes what is given and returns the triggers in force; a running scheduler sees them within seconds."""
+    """Changes what is given and returns the triggers in force; a running scheduler sees them within seconds.
+
+    Raises `BadCron`, `ConfigError`, `FixedBySettings`.
+    """
+    if every_feedback is not None and every_feedback < 1:
+        raise ConfigError(f"--every-feedback counts in ones or more, not {every_feedback}")
     schedule = Schedule(config.schedule)
     if off:
         schedule.set_cron(None)
