@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import signal
 import threading
 import time
@@ -51,9 +52,9 @@ def serving_name(number: str, adapter: Path) -> str:
     """`v3-1a2b3c4d`. Raises `RegistryError` when the version has no readable manifest."""
     try:
         digest = json.loads((adapter / "manifest.json").read_text())["adapter_digest"]
-    except (OSError, ValueError, KeyError) as error:
-        raise RegistryError(f"version {number} has no readable manifest.json in {adapter}: {error}") from error
-    return f"v{number}-{digest[:8]}"
+        return f"v{number}-{digest[:8]}"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RegistryError(f"version {number} has no readable manifest.json in {adapter}: {error!r}") from error
 
 
 class Follower:
@@ -76,7 +77,10 @@ class Follower:
         Raises `RegistryError` and `httpx.HTTPError` when MLflow or the gateway cannot be asked.
         """
         wanted = wanted_by(self._registry)
-        if self._serving() == wanted.name or self._refused_lately(wanted.name):
+        if self._serving() == wanted.name:
+            self._refused = None
+            return None
+        if self._refused_lately(wanted.name):
             return None
         answer = self._client.post("/internal/versions/activate", json=self._activation(wanted))
         if answer.status_code == 409:
@@ -103,10 +107,13 @@ class Follower:
 
     def _who_moved(self, wanted: Wanted) -> dict[str, Any]:
         """Who moved the alias and why, if kvloop did (it writes that down before it moves it); else MLflow's user."""
+        followed = -math.inf  # when serving began to follow the move before this one: what is older is not this move
         for entry in self._journal.list_promotions(limit=20):
             if entry.action == "follow":
-                break  # serving followed this one: what is older is not the move seen now
-            if entry.to_version == (wanted.number or BASE):
+                followed = max(followed, entry.at - (entry.seconds or 0.0))
+            elif entry.at < followed:
+                break
+            elif entry.to_version == (wanted.number or BASE):
                 return {"who": entry.who, "reason": entry.reason, "report": entry.report, "action": "follow"}
         return {"who": "mlflow", "reason": "the champion alias was moved in MLflow", "action": "follow"}
 
