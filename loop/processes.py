@@ -14,6 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 MAX_BACKOFF_SECONDS = 30.0
@@ -76,6 +79,15 @@ class Child:
             self.restarts += 1
             self.start()
         return died_now
+
+    def state(self) -> dict[str, Any]:
+        """Process id and start (seconds since the epoch), null while it is down, and the number of restarts."""
+        pid = self.pid
+        try:
+            started = psutil.Process(pid).create_time() if pid else None
+        except psutil.NoSuchProcess:
+            pid = started = None
+        return {"pid": pid, "started": started, "restarts": self.restarts}
 
     @property
     def exit_code(self) -> int | None:

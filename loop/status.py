@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loop.config import Config
+from loop.supervisor import running_state
 from memory.journal import Journal
 
 TIMEOUT_SECONDS = 5.0
@@ -18,12 +18,14 @@ TIMEOUT_SECONDS = 5.0
 
 def collect(config: Config) -> dict[str, Any]:
     """Everything as JSON values; parts that are not running are null, never guessed."""
-    path = config.home / "run" / "state.json"
-    state = json.loads(path.read_text()) if path.exists() else {}
+    state = running_state(config.home)
     found: dict[str, Any] = {
         "home": str(config.home),
         "running": bool(state),
-        "processes": state.get("processes", {}),
+        "processes": {
+            name: {"pid": process["pid"], "restarts": process["restarts"]}
+            for name, process in state.get("processes", {}).items()
+        },
         "gateway": _ask(f"{state['gateway']}/health") if state else None,
         "memory": _memory(f"{state['worker']}/metrics") if state else None,
         "serving": None,

@@ -1,7 +1,8 @@
 """`kvloop up`: starts worker, gateway, follower and scheduler, keeps them alive, and stops them in order.
 
 The supervisor holds no state that matters: everything durable is in the home folder, so it may be killed at any
-moment and started again. One supervisor per home, by a lock on `run/supervisor.lock`.
+moment and started again. One supervisor per home, by a lock on `run/supervisor.lock`. What a killed one left behind is
+gone before anything is started; a port that another program holds is an error, never mistaken for a process of ours.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import httpx
+import psutil
 
 from loop.config import Config, secret_file
 from loop.processes import Child, python_module
@@ -27,6 +31,7 @@ from serve.pull import pull
 READY_SECONDS = 120.0
 GRACE_SECONDS = 15.0
 WATCH_SECONDS = 0.2
+SAME_START_SECONDS = 2.0
 
 
 class SupervisorError(RuntimeError):
@@ -41,6 +46,52 @@ class Addresses:
 
 def run_folder(home: Path) -> Path:
     return home / "run"
+
+
+def read_state(home: Path) -> dict[str, Any]:
+    """What the supervisor of `home` wrote last; empty where it was stopped. Its word: it may have been killed since."""
+    try:
+        state: dict[str, Any] = json.loads((run_folder(home) / "state.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return state
+
+
+def running_state(home: Path) -> dict[str, Any]:
+    """`read_state` while the supervisor that wrote it runs, else empty."""
+    state = read_state(home)
+    return state if state and _find(state["pid"], state.get("started")) else {}
+
+
+def _find(pid: int | None, started: float | None) -> psutil.Process | None:
+    """The running process with this id that started at this moment (seconds since the epoch): ids come round again."""
+    if pid is None or started is None:
+        return None
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < SAME_START_SECONDS
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def end_leftovers(home: Path, grace: float) -> None:
+    """Waits for the children of a supervisor that was killed (they were told to end); kills them after `grace` s."""
+    entries = read_state(home).get("processes", {}).values()
+    left = [process for entry in entries if (process := _find(entry["pid"], entry.get("started")))]
+    for process in psutil.wait_procs(left, timeout=grace)[1]:
+        process.kill()
+    psutil.wait_procs(left)
+
+
+def refuse_taken(setting: str, host: str, port: int) -> None:
+    """Raises `SupervisorError` when a program listens where one of ours is to listen."""
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            pass
+    except OSError:
+        return
+    raise SupervisorError(f"another program listens on {host}:{port}: stop it, or set {setting} to another port")
 
 
 @contextmanager
@@ -93,6 +144,9 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts everything and returns when the API answers. Raises `SupervisorError`, after stopping all."""
+        end_leftovers(self._config.home, GRACE_SECONDS)
+        refuse_taken("worker.port", self._config.worker.host, self._config.worker.port)
+        refuse_taken("gateway.port", self._config.gateway.host, self._config.gateway.port)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         try:
@@ -141,9 +195,10 @@ class Supervisor:
     def _write_state(self) -> None:
         state = {
             "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
             "gateway": self.addresses.gateway,
             "worker": self.addresses.worker,
-            "processes": {child.name: {"pid": child.pid, "restarts": child.restarts} for child in self.children},
+            "processes": {child.name: child.state() for child in self.children},
         }
         data = json.dumps(state, indent=2).encode()
         path = run_folder(self._config.home) / "state.json"
