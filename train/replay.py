@@ -1,9 +1,9 @@
 """What the base model says of its own accord: the anchor that keeps a trained model from forgetting.
 
-No outside data is needed. Once per base weights, raw texts are sampled from the model at temperature 1 (a word to
-start from) and chat questions are answered greedily; kept are the token ids and, at each position that counts,
-the base's distribution as its most likely tokens, all others being one bucket. The file is named after everything it
-depends on, so another base, template or size samples anew.
+No outside data is needed. Once per base weights, raw texts are sampled from the model (from the openings of
+texts of many kinds) and chat questions are answered greedily; kept are the token ids and, at each position that
+counts, the base's distribution as its most likely tokens, all others being one bucket. The file is named after
+everything it depends on, so another base, template or size samples anew.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ TOP = 64
 """Most likely tokens kept at each position."""
 
 _FORMAT = "1"
-_BATCH = 32
+_BATCH = 64
 _PACK_TOKENS = 1024
 _SAMPLING_SEED = 0
+# A small model at temperature 1 soon leaves what anyone would write; the anchor should be text like real text.
+_SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def replay_set(model: Any, tokenizer: Any, weights_id: str, size: ReplaySize, fo
     `model` is the base without an adapter. A file that does not read back whole is replaced.
     """
     template = str(getattr(tokenizer, "chat_template", None))
-    identity = json.dumps([_FORMAT, weights_id, template, TOP, vars(size), _prompts()], sort_keys=True)
+    identity = json.dumps([_FORMAT, weights_id, template, TOP, vars(size), _prompts(), _SAMPLING], sort_keys=True)
     path = folder / f"replay-{blake3(identity.encode()).hexdigest(32)[:32]}.safetensors"
     if path.is_file():
         try:
@@ -86,9 +88,9 @@ def _prompts() -> dict[str, list[str]]:
 
 def _sample(model: Any, tokenizer: Any, size: ReplaySize) -> dict[str, torch.Tensor]:
     prompts = _prompts()
-    words = [prompts["words"][index % len(prompts["words"])] for index in range(size.raw_rows)]
+    openings = [prompts["starts"][index % len(prompts["starts"])] for index in range(size.raw_rows)]
     questions = [prompts["questions"][index % len(prompts["questions"])] for index in range(size.chat_rows)]
-    starts = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    starts = [tokenizer.encode(opening, add_special_tokens=False) for opening in openings]
     chats = [
         tokenizer.encode(
             tokenizer.apply_chat_template(
@@ -131,7 +133,7 @@ def _generate(model: Any, prompts: Sequence[Sequence[int]], tokens: int, *, samp
         for line, prompt in enumerate(batch):
             ids[line, width - len(prompt) :] = torch.tensor(prompt)
             mask[line, width - len(prompt) :] = 1
-        how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+        how = _SAMPLING if sample else {"do_sample": False}
         output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, **how)
         for prompt, line in zip(batch, output[:, width:].tolist(), strict=True):
             end = next((place + 1 for place, token in enumerate(line) if token in end_ids), len(line))

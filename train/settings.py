@@ -15,11 +15,11 @@ class TrainSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    learning_rate: float = Field(default=1e-3, gt=0, le=0.1)
+    learning_rate: float = Field(default=1.5e-3, gt=0, le=0.1)
     """Peak learning rate of AdamW; it warms up, then falls linearly to zero."""
     epochs: float = Field(default=4.0, gt=0, le=100)
     """Passes over the dataset."""
-    batch_rows: int = Field(default=8, ge=1, le=1024)
+    batch_rows: int = Field(default=4, ge=1, le=1024)
     """Dataset rows per optimizer step."""
     rank: int = Field(default=16, ge=1, le=512)
     """Rank of the LoRA matrices on all seven projections of a layer."""
@@ -29,7 +29,7 @@ class TrainSettings(BaseModel):
     """First layer that is trained; KV of the layers below stays exactly valid. None: four tenths up the stack."""
     kl_weight: float = Field(default=1.0, ge=0, le=100)
     """Weight of the KL divergence to the base on replay rows (recipe sft-kl only)."""
-    replay_raw_rows: int = Field(default=64, ge=1, le=4096)
+    replay_raw_rows: int = Field(default=128, ge=1, le=4096)
     """Raw texts sampled from the base for replay."""
     replay_raw_tokens: int = Field(default=64, ge=2, le=1024)
     """Tokens sampled per raw text."""
@@ -37,7 +37,7 @@ class TrainSettings(BaseModel):
     """Chat answers taken from the base for replay."""
     replay_chat_tokens: int = Field(default=32, ge=2, le=1024)
     """Tokens kept of each chat answer."""
-    raw_rows_per_step: int = Field(default=1, ge=1, le=64)
+    raw_rows_per_step: int = Field(default=2, ge=1, le=64)
     """Raw replay rows in each optimizer step."""
     chat_rows_per_step: int = Field(default=1, ge=1, le=64)
     """Chat replay rows in each optimizer step."""
