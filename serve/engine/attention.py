@@ -71,11 +71,13 @@ def _attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, o
 def _attend_block(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor
 ) -> None:
-    kv_heads, head_dim = len(keys), query.shape[-1]
-    grouped = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) * head_dim**-0.5
-    targets = out.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    tokens, heads, head_dim = query.shape
+    kv_heads = len(keys)
+    by_head = (tokens, kv_heads, heads // kv_heads, head_dim)
+    grouped = query.view(by_head).permute(1, 2, 0, 3) * head_dim**-0.5
+    targets = out.view(by_head).permute(1, 2, 0, 3)
     for head in range(kv_heads):
-        scores = torch.mm(grouped[head].reshape(-1, head_dim), keys[head].T).unflatten(0, grouped.shape[1:3])
+        scores = torch.mm(grouped[head].reshape(-1, head_dim), keys[head].T).view(heads // kv_heads, tokens, -1)
         scores[..., -mask.shape[-1] :].add_(mask)
         weights = torch.softmax(scores, dim=-1).flatten(0, 1)
         targets[head].copy_(torch.mm(weights, values[head]).view(targets[head].shape))
