@@ -19,13 +19,13 @@ class EvalSettings(BaseModel):
     """Most demonstrations asked of one session, so that no session outweighs the others."""
     reply_tokens: int = Field(default=64, ge=1)
     """Longest reply to a held-out question, in tokens; shorter where the demonstration is short."""
-    knowledge_questions: int = Field(default=150, ge=1)
+    knowledge_questions: int = Field(default=120, ge=1)
     """Most general questions asked."""
     guard_dir: Path | None = None
     """Folder with guard files of your own: *.jsonl with {"question", "choices", "answer"} lines, one guard a file."""
     guard_questions: int = Field(default=100, ge=1)
     """Most questions asked of each guard file of your own."""
-    text_tokens: int = Field(default=512, ge=2)
+    text_tokens: int = Field(default=160, ge=2)
     """Longest piece of each general text that is scored, in tokens."""
     seed: int = 0
     """Chooses which examples are asked where there are more than allowed."""

@@ -9,8 +9,8 @@ itself, as fine-tuned models do: that would hide what they forgot.
 
 Asking with lettered choices in one prompt and comparing the letters would cost a quarter, but models of a few
 hundred million parameters answer letters at chance: such a guard would see nothing. So each choice is its own prompt,
-without chat template and system prompt, which keeps prompts near 15 tokens: 150 questions of 4 choices are about
-8,700 tokens of prefill for each model.
+without chat template and system prompt, which keeps prompts near 15 tokens: 120 questions of 4 choices are about
+6,900 tokens of prefill for each model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Knowledge:
 
     def __init__(
         self, text: Text, file: Path = QUESTIONS, *, name: str = "knowledge", kind: str = "knowledge",
-        most_questions: int = 200, seed: int = 0,
+        most_questions: int = 120, seed: int = 0,
     ) -> None:  # fmt: skip
         self.name = name
         self.kind = kind

@@ -26,7 +26,7 @@ class Perplexity:
     unit: Unit = "logprob"
     secondary = "perplexity"
 
-    def __init__(self, text: Text, file: Path = TEXTS, *, most_tokens: int = 512) -> None:
+    def __init__(self, text: Text, file: Path = TEXTS, *, most_tokens: int = 160) -> None:
         rows = read_json_lines(file)
         for row in rows:
             if not isinstance(row.get("text"), str) or not row.get("id"):

@@ -8,9 +8,9 @@ from evals.gate import GateSettings, decide
 from evals.stats import PairedScores
 
 SETTINGS = GateSettings()
-GUARD_SIZES = {"knowledge": 150, "format": 60, "perplexity": 12}
+GUARD_SIZES = {"knowledge": 120, "format": 60, "perplexity": 20}
 # Spread of the paired differences, as measured between a small model and its fine-tuned versions.
-SPREADS = {"knowledge": 0.11, "format": 0.25, "perplexity": 0.03}
+SPREADS = {"knowledge": 0.11, "format": 0.25, "perplexity": 0.04}
 
 
 def _paired(metric: str, kind: str, clusters: np.ndarray, baseline: np.ndarray, candidate: np.ndarray) -> PairedScores:
