@@ -65,6 +65,11 @@ class Engine:
         return cls(settings, base, open_memory(settings))
 
     @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests: not closed, and its thread runs."""
+        return self._loop.alive
+
+    @property
     def load_now(self) -> EngineLoad:
         """How busy the engine is right now."""
         scheduler, stepper = self._loop.scheduler, self._loop.stepper

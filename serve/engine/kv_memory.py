@@ -26,7 +26,6 @@ from serve.engine.versions import Version
 
 log = logging.getLogger(__name__)
 LEAST_OBSERVED_TOKENS = 64  # shorter prefills say more about a step's fixed cost than about prefill speed
-MOST_WAITING_SAVES = 64
 
 Deliver = Callable[[Job, tuple[Restored, ...]], None]
 
@@ -79,7 +78,8 @@ class KVMemory:
     def __init__(self, store: KVStore) -> None:
         self.store = store
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._saves = threading.Semaphore(MOST_WAITING_SAVES)
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
         self._dropped_saves = 0
         self._thread = threading.Thread(target=self._run, name="kv-memory", daemon=True)
         self._thread.start()
@@ -96,17 +96,23 @@ class KVMemory:
         return True
 
     def save(self, sequence: Sequence) -> None:
-        """Remembers the computed tokens of a sequence that ends here. Its buffer is read later, and not changed."""
+        """Remembers the computed tokens of a sequence that ends here. Its buffer is read later, and not changed.
+
+        Sequences that wait for this keep their buffers; beyond `KVSettings.queue_bytes` of them, one is dropped.
+        """
         job, buffer = sequence.job, sequence.buffer
         if buffer is None or not job.request.kv_save or job.scores_prompt:
             return
         if sequence.computed < self.store.settings.min_tokens:
             return
-        if not self._saves.acquire(blocking=False):
-            self._dropped_saves += 1
-            return
+        size = buffer.reserved
+        with self._lock:
+            if self._waiting_bytes and self._waiting_bytes + size > self.store.settings.queue_bytes:
+                self._dropped_saves += 1
+                return
+            self._waiting_bytes += size
         token_ids = sequence.tokens[: sequence.computed]
-        self._tasks.put(partial(self._save, job, token_ids, buffer.kv))
+        self._tasks.put(partial(self._save, job, token_ids, buffer.kv, size))
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Tells the cost model how long computing `tokens` prompt tokens took."""
@@ -163,9 +169,10 @@ class KVMemory:
                 restored.append(Restored(tokens, chunk.tier))
         return tuple(restored)
 
-    def _save(self, job: Job, token_ids: list[int], kv: torch.Tensor) -> None:
+    def _save(self, job: Job, token_ids: list[int], kv: torch.Tensor, size: int) -> None:
         try:
             identity = identity_of(job.version, job.request.cache_salt)
             self.store.save(identity, token_ids, as_array(kv)[:, :, :, : len(token_ids)])
         finally:
-            self._saves.release()
+            with self._lock:
+                self._waiting_bytes -= size

@@ -65,6 +65,11 @@ class EngineLoop:
         """Requests that are not admitted yet."""
         return self._waiting
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still taken."""
+        return self._thread.is_alive() and not self._inbox.closing
+
     def put(self, jobs: Many[Job]) -> None:
         """Queues `jobs` together. Raises `QueueFull` or `EngineClosed`; then none was queued."""
         with self._changed:
@@ -92,15 +97,25 @@ class EngineLoop:
 
     def _run(self) -> None:
         use_threads(self._settings)
-        with torch.inference_mode():
-            while self._take_in():
-                for job in self.scheduler.admit():
-                    self._restore(job)
-                step = self.scheduler.next_step()
-                if step is not None:
-                    self._execute(step)
-        for job in self.scheduler.jobs:
+        try:
+            with torch.inference_mode():
+                self._work()
+        except Exception:  # nobody else would notice: from here on every request is refused
+            log.exception("the engine's thread failed")
+        with self._changed:
+            self._inbox.closing = True
+            left = [*self.scheduler.jobs, *self._inbox.jobs]
+            self._inbox.jobs = []
+        for job in left:
             self._fail(job, EngineClosed("the engine was closed before this request ended"))
+
+    def _work(self) -> None:
+        while self._take_in():
+            for job in self.scheduler.admit():
+                self._restore(job)
+            step = self.scheduler.next_step()
+            if step is not None:
+                self._execute(step)
 
     def _take_in(self) -> bool:
         """Waits until there is something to do and takes in what other threads left. False: close."""
@@ -113,7 +128,7 @@ class EngineLoop:
                 self.scheduler.add(job)
         for job, restored in news.restored:
             self._start(job, restored)
-        if news.aborted:
+        if news.aborted or any(job.ticket.failed for job in self.scheduler.jobs):
             for job in self.scheduler.jobs:
                 if job.ticket.aborted:
                     self._give_up(job)

@@ -98,7 +98,7 @@ class Scheduler:
             self.finish(sequence)
         if job in self._admitted:
             self._admitted.remove(job)
-        else:
+        elif job in self._waiting:
             self._waiting.remove(job)
 
     def next_step(self) -> Step | None:

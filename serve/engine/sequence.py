@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -11,12 +12,15 @@ from serve.engine.pages import Buffer
 from serve.engine.request import Event, Listener, Request, Span, TokenLogprob, Usage
 from serve.engine.versions import Version
 
+log = logging.getLogger(__name__)
+
 
 class Ticket:
     """Stands for one submission; used to abort it."""
 
     def __init__(self) -> None:
         self.aborted = False
+        self.failed = False
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,15 @@ class Job:
         return self.request.sampling.prompt_logprobs is not None
 
     def emit(self, event: Event) -> None:
-        """Passes an event on, unless nobody listens any more."""
-        if not self.ticket.aborted:
+        """Passes an event on, unless nobody listens any more. A listener that fails hears nothing after that."""
+        if self.ticket.aborted:
+            return
+        try:
             self.listener(event)
+        except Exception:  # the engine must outlive whoever listens to it
+            log.exception("a listener failed; its requests are given up")
+            self.ticket.aborted = True
+            self.ticket.failed = True
 
     def usage(self) -> Usage:
         """What was done for this job so far."""

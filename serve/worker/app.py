@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from serve.engine.engine import Engine
 from serve.engine.errors import EngineError
@@ -70,13 +70,15 @@ def _state_router(engine: Engine, metrics: WorkerMetrics) -> APIRouter:
     boot_id = secrets.token_hex(8)
 
     @router.get("/health")
-    async def health() -> dict[str, Any]:
-        return {
-            "status": "ok",
+    async def health() -> JSONResponse:
+        alive = engine.alive
+        state = {
+            "status": "ok" if alive else "the engine has ended",
             "boot_id": boot_id,
             "model": engine.versions.base.name,
             "context_length": engine.context,
         }
+        return JSONResponse(state, 200 if alive else 503)
 
     @router.get("/metrics")
     async def prometheus() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -38,8 +39,8 @@ class Submission:
         self._ticket: Ticket = engine.submit(body.requests(), self._listen)
 
     def _listen(self, event: Event) -> None:
-        """Runs on the engine's thread; the loop may have gone when the process ends."""
-        if not self._loop.is_closed():
+        """Runs on the engine's thread; the loop is gone when the process ends, and nobody waits then."""
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def events(self) -> AsyncIterator[Event]:

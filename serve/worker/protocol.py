@@ -13,7 +13,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Body(BaseModel):
-    """Strict: a number is not taken for a string, nor an unknown field for a known one."""
+    """Immutable, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -15,6 +15,7 @@ import torch
 from serve.engine.engine import Engine
 from serve.engine.errors import EngineClosed, EngineError, InvalidRequest, QueueFull, VersionNotFound, WeightsError
 from serve.engine.request import Completion, DoneEvent, Event, FailedEvent, Request, Sampling, TokenEvent
+from serve.engine.scheduler import Scheduler
 from serve.engine.settings import EngineSettings
 from tests.serve.tiny import EOS, load_reference, prompt, reference_logits
 
@@ -244,6 +245,33 @@ def test_a_step_that_fails_fails_its_requests_only(start_engine: StartEngine, mo
     monkeypatch.setattr(decoder, "forward", forward)
     assert one(engine, prompt(5), GREEDY).usage.generated_tokens == 12
     assert engine.load_now.running == 0
+
+
+def test_a_listener_that_fails_is_given_up(start_engine: StartEngine) -> None:
+    engine = start_engine()
+
+    def broken(event: Event) -> None:
+        raise ValueError("no ears")
+
+    engine.submit([Request("base", prompt(5), replace(GREEDY, max_tokens=500))], broken)
+    wait_for(lambda: engine.load_now.generated_tokens > 0 and engine.load_now.running == 0)
+    assert engine.load_now.kv_reserved_bytes == 0
+    assert one(engine, prompt(5), GREEDY).usage.generated_tokens == 12
+
+
+def test_an_engine_whose_thread_fails_says_so(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_engine()
+    assert engine.alive
+
+    def broken(self: Scheduler) -> None:
+        raise ValueError("no plan")
+
+    monkeypatch.setattr(Scheduler, "next_step", broken)
+    with pytest.raises(EngineClosed):
+        one(engine, prompt(5), GREEDY)
+    assert not engine.alive
+    with pytest.raises(EngineClosed):
+        one(engine, prompt(5), GREEDY)
 
 
 def test_closing_fails_what_is_in_flight(start_engine: StartEngine) -> None:

@@ -69,6 +69,12 @@ def test_loading_does_not_stop_serving(worker: Worker, tiny_adapter: Path) -> No
     assert tokens == complete(worker, max_tokens=200)["choices"][0]["token_ids"]
 
 
+def test_health_tells_when_the_engine_has_ended(worker: Worker) -> None:
+    worker.engine.close()
+    assert worker.client.get("/health").status_code == 503
+    assert worker.client.post("/v1/completions", json={"model": "base", "prompt": [1]}).status_code == 503
+
+
 def test_health_and_metrics(worker: Worker) -> None:
     health = worker.client.get("/health")
     assert health.status_code == 200
