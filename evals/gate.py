@@ -25,11 +25,11 @@ Three verdicts:
 Strength, by simulation with the defaults, on right-or-wrong held-out scores of sessions with 1 to 3 examples, beside
 guards of the bundled sizes with spreads as measured on a small model:
 
-- Without any effect, 2.1% of candidates pass with 60 sessions, 1.3% with 20, 0.2% with 9.
-- With 60 sessions, a true gain of 0.10 passes in 30%, of 0.20 in 83%, of 0.30 in 99% of cases; with 20 sessions, one
-  of 0.30 in 63% and one from 0.40 to 0.95 in 99%.
-- Exactly one margin worse on one guard, at most 2.1% pass, however great the gain. Truly 2% more perplexity and 5
-  points less in format, beside a great gain, pass in 89%: a recipe needs some distance to the margins.
+- Without any effect, 2.5% of candidates pass with 60 sessions, 1.4% with 20, 0.4% with 9.
+- With 60 sessions, a true gain of 0.10 passes in 30%, of 0.20 in 83%, of 0.30 in 98% of cases; with 20 sessions, one
+  of 0.30 in 61% and one from 0.40 to 0.95 in 98%.
+- Exactly one margin worse on one guard, at most 2.2% pass, however great the gain. Truly 2% more perplexity and 5
+  points less in format, beside a great gain, pass in 80%: a recipe needs some distance to the margins.
 
 tests/evals/test_gate_strength.py repeats the simulation.
 """

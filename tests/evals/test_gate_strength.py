@@ -46,11 +46,10 @@ def _target(random: np.random.Generator, sessions: int, gain: float) -> PairedSc
 def _guards(random: np.random.Generator, losses: dict[str, float]) -> list[PairedScores]:
     guards = []
     for kind, size in GUARD_SIZES.items():
-        mean, spread = (-2.6, 0.4) if kind == "perplexity" else (0.5, 0.1)
-        baseline = random.normal(mean, spread, size)
-        candidate = baseline + random.normal(-losses.get(kind, 0.0), SPREADS[kind], size)
-        if kind != "perplexity":
-            baseline, candidate = baseline.clip(0, 1), candidate.clip(0, 1)
+        # Two-point noise keeps scores inside [0, 1], so that the mean loss is exactly the one asked for.
+        noise = SPREADS[kind] * random.choice([-1.0, 1.0], size)
+        baseline = random.normal(-2.6, 0.4, size) if kind == "perplexity" else random.uniform(0.45, 0.55, size)
+        candidate = baseline - losses.get(kind, 0.0) + noise
         guards.append(_paired(kind, kind, np.arange(size), baseline, candidate))
     return guards
 
