@@ -34,7 +34,7 @@ _BATCH = 64
 _PACK_TOKENS = 1024
 _SAMPLING_SEED = 0
 # A small model at temperature 1 soon leaves what anyone would write; the anchor should be text like real text.
-_SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
+_SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": TOP, "top_p": 1.0}
 
 _log = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ class TrainSettings(BaseModel):
     """First layer that is trained; KV of the layers below stays exactly valid. None: four tenths up the stack."""
     kl_weight: float = Field(default=1.0, ge=0, le=100)
     """Weight of the KL divergence to the base on replay rows (recipe sft-kl only)."""
-    replay_raw_rows: int = Field(default=128, ge=1, le=4096)
+    replay_raw_rows: int = Field(default=96, ge=1, le=4096)
     """Raw texts sampled from the base for replay."""
-    replay_raw_tokens: int = Field(default=64, ge=2, le=1024)
+    replay_raw_tokens: int = Field(default=48, ge=2, le=1024)
     """Tokens sampled per raw text."""
-    replay_chat_rows: int = Field(default=96, ge=1, le=4096)
+    replay_chat_rows: int = Field(default=64, ge=1, le=4096)
     """Chat answers taken from the base for replay."""
     replay_chat_tokens: int = Field(default=32, ge=2, le=1024)
     """Tokens kept of each chat answer."""
