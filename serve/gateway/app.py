@@ -8,14 +8,15 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from starlette.applications import Starlette
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.gateway import chat, feedback, responses, sessions, system
+from serve.gateway.bodies import ActivateBody, ChatBody, FeedbackBody, ForkBody, ResponsesBody, SessionBody
 from serve.gateway.errors import ApiError, internal
 from serve.gateway.logs import event
 from serve.gateway.service import Gateway, close_gateway, open_gateway
@@ -28,34 +29,40 @@ _KEEP_SECONDS = 1.0
 _POLLED = ("/health", "/metrics", "/internal/versions")
 
 
-def routes() -> list[Route]:
-    """Every route the gateway has."""
-    return [
-        Route("/v1/chat/completions", chat.create, methods=["POST"]),
-        Route("/v1/responses", responses.create, methods=["POST"]),
-        Route("/v1/responses/{response_id}", responses.read, methods=["GET"]),
-        Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
-        Route("/v1/models", system.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", system.model, methods=["GET"]),
-        Route("/v1/sessions", sessions.create, methods=["POST"]),
-        Route("/v1/sessions", sessions.index, methods=["GET"]),
-        Route("/v1/sessions/{session_id}", sessions.read, methods=["GET"]),
-        Route("/v1/sessions/{session_id}", sessions.delete, methods=["DELETE"]),
-        Route("/v1/sessions/{session_id}/fork", sessions.fork, methods=["POST"]),
-        Route("/v1/feedback", feedback.create, methods=["POST"]),
-        Route("/v1/kvloop/status", system.status, methods=["GET"]),
-        Route("/internal/versions", system.versions, methods=["GET"]),
-        Route("/internal/versions/activate", system.activate, methods=["POST"]),
-        Route("/health", system.health, methods=["GET"]),
-        Route("/metrics", system.metrics, methods=["GET"]),
-    ]
+def routes() -> list[APIRoute]:
+    """Every route the gateway has, with the body it takes as OpenAPI is told."""
+    router = APIRouter()
+    for path, method, handler, body in (
+        ("/v1/chat/completions", "POST", chat.create, ChatBody),
+        ("/v1/responses", "POST", responses.create, ResponsesBody),
+        ("/v1/responses/{response_id}", "GET", responses.read, None),
+        ("/v1/responses/{response_id}", "DELETE", responses.delete, None),
+        ("/v1/models", "GET", system.models, None),
+        ("/v1/models/{model:path}", "GET", system.model, None),
+        ("/v1/sessions", "POST", sessions.create, SessionBody),
+        ("/v1/sessions", "GET", sessions.index, None),
+        ("/v1/sessions/{session_id}", "GET", sessions.read, None),
+        ("/v1/sessions/{session_id}", "DELETE", sessions.delete, None),
+        ("/v1/sessions/{session_id}/fork", "POST", sessions.fork, ForkBody),
+        ("/v1/feedback", "POST", feedback.create, FeedbackBody),
+        ("/v1/kvloop/status", "GET", system.status, None),
+        ("/internal/versions", "GET", system.versions, None),
+        ("/internal/versions/activate", "POST", system.activate, ActivateBody),
+        ("/health", "GET", system.health, None),
+        ("/metrics", "GET", system.metrics, None),
+    ):
+        # Handlers read their bodies themselves: an unknown field must be answered in OpenAI's shape.
+        content = {"application/json": {"schema": body.model_json_schema()}} if body else {}
+        described = {"requestBody": {"required": True, "content": content}} if body else {}
+        router.add_api_route(path, handler, methods=[method], response_model=None, openapi_extra=described)
+    return [route for route in router.routes if isinstance(route, APIRoute)]
 
 
 def create_app(settings: GatewaySettings) -> ASGIApp:
     """The application; it opens everything when its lifespan starts, and closes it when that ends."""
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway = await open_gateway(settings)
         app.state.gateway = gateway
         keeper = asyncio.get_running_loop().create_task(gateway.versions.keep(_KEEP_SECONDS))
@@ -69,8 +76,9 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
             await close_gateway(gateway)
             event("gateway stopped")
 
-    app = Starlette(
-        routes=routes(),
+    app = FastAPI(
+        title="kvloop",
+        routes=list(routes()),
         lifespan=lifespan,
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, ClientGone: _gone, Exception: _defect},
     )
@@ -80,7 +88,7 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
 class Edge:
     """Outermost: limits bodies, counts and logs requests, and keeps a defect from ending the connection badly."""
 
-    def __init__(self, app: Starlette, max_body_bytes: int) -> None:
+    def __init__(self, app: FastAPI, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._path_of = {route.endpoint: route.path for route in routes()}
