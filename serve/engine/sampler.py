@@ -58,13 +58,12 @@ def _draw(weights: torch.Tensor, generator: torch.Generator) -> int:
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
     """Log-probabilities of `token_ids` (one a row) under fp32 `logits` [rows, vocabulary]."""
-    totals = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, torch.tensor(token_ids).unsqueeze(1))
-    ranks = ((logits > chosen).sum(-1) + 1).tolist()
-    values = (chosen - totals).squeeze(1).tolist()
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1))
+    ranks = ((logprobs > chosen).sum(-1) + 1).tolist()
+    values = chosen.squeeze(1).tolist()
     if top == 0:
         return [TokenLogprob(*row) for row in zip(token_ids, values, ranks, strict=True)]
-    best, best_ids = logits.topk(top, dim=-1)
-    alternatives = zip(best_ids.tolist(), (best - totals).tolist(), strict=True)
-    tops = [tuple(zip(ids, found, strict=True)) for ids, found in alternatives]
+    best, best_ids = logprobs.topk(top, dim=-1)
+    tops = [tuple(zip(ids, found, strict=True)) for ids, found in zip(best_ids.tolist(), best.tolist(), strict=True)]
     return [TokenLogprob(*row) for row in zip(token_ids, values, ranks, tops, strict=True)]

@@ -18,7 +18,7 @@ from serve.engine.sampler import sample, token_logprobs
 from serve.engine.scheduler import Scheduler, Step, Work
 from serve.engine.sequence import Job, Sequence
 
-SCORED_ROWS = 128  # rows of logits at a time: bounds their memory to rows x vocabulary x 4 bytes
+SCORED_ROWS = 64  # rows of logits at a time: they stay near the cache, and memory within rows x vocabulary x 4 bytes
 
 
 class Stepper:
