@@ -82,7 +82,7 @@ def up(
         supervisor = Supervisor(config, say.print)
         with say.status("starting"):
             supervisor.start()
-        say.print(f"API         {supervisor.addresses.gateway}/v1   (docs at /docs)")
+        say.print(f"API         {supervisor.addresses.gateway}/v1   (description: {supervisor.addresses.gateway}/docs)")
         say.print(f"worker      {supervisor.addresses.worker}")
         say.print(f"home        {config.home}")
         say.print(f"MLflow      mlflow ui --backend-store-uri {config.registry.tracking_uri}")
@@ -187,7 +187,7 @@ def show_config(
     if docs:
         from loop.config_docs import markdown
 
-        typer.echo(markdown())
+        typer.echo(markdown(), nl=False)
         return
     typer.echo(context.obj.config().model_dump_json(indent=2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evals.errors import EvalError
 from loop.config import ConfigError
+from loop.demo.errors import DemoError
 from loop.supervisor import SupervisorError
 from memory.journal import JournalError
 from pipelines.cron import BadCron
@@ -18,6 +19,7 @@ USER_ERRORS = (
     Busy,
     BadCron,
     ConfigError,
+    DemoError,
     EvalError,
     FixedBySettings,
     JournalError,

@@ -22,11 +22,12 @@ import httpx
 
 from loop.config import Config
 from memory.journal import Journal
-from pipelines.registry import CHAMPION, Registry, RegistryError
+from pipelines.registry import CHAMPION, PREVIOUS, Registry, RegistryError
 
 ACTIVATE_SECONDS = 180.0
 REFUSED_RETRY_SECONDS = 30.0
 BASE = "base"
+MLFLOW_USER = "mlflow"
 log = logging.getLogger("kvloop.follower")
 
 
@@ -89,6 +90,8 @@ class Follower:
             return None
         answer.raise_for_status()
         self._refused = None
+        if activation["who"] == MLFLOW_USER:
+            self._remember_previous(before)
         log.info("%s serves", wanted.name)
         return wanted.name
 
@@ -115,7 +118,14 @@ class Follower:
                 break
             elif entry.to_version == (wanted.number or BASE):
                 return {"who": entry.who, "reason": entry.reason, "report": entry.report, "action": "follow"}
-        return {"who": "mlflow", "reason": "the champion alias was moved in MLflow", "action": "follow"}
+        return {"who": MLFLOW_USER, "reason": "the champion alias was moved in MLflow", "action": "follow"}
+
+    def _remember_previous(self, before: str) -> None:
+        """Who moves `champion` in MLflow moves nothing else; `kvloop rollback` must still find what served before."""
+        if before == BASE:
+            self._registry.delete_alias(PREVIOUS)
+        else:
+            self._registry.set_alias(PREVIOUS, before.removeprefix("v").partition("-")[0])
 
 
 def _message(answer: httpx.Response) -> str:

@@ -29,7 +29,7 @@ from memory.files import write_atomic
 from serve.pull import pull
 
 READY_SECONDS = 120.0
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 45.0  # more than any child takes to finish its streams or to write what waits for the disk
 WATCH_SECONDS = 0.2
 SAME_START_SECONDS = 2.0
 
