@@ -78,12 +78,14 @@ class Follower:
         Raises `RegistryError` and `httpx.HTTPError` when MLflow or the gateway cannot be asked.
         """
         wanted = wanted_by(self._registry)
-        if self._serving() == wanted.name:
+        before = self._serving()
+        if before == wanted.name:
             self._refused = None
             return None
         if self._refused_lately(wanted.name):
             return None
-        answer = self._client.post("/internal/versions/activate", json=self._activation(wanted))
+        activation = self._activation(wanted)
+        answer = self._client.post("/internal/versions/activate", json=activation)
         if answer.status_code == 409:
             self._refused = (wanted.name, time.monotonic())
             log.error("%s is refused, the old version goes on serving: %s", wanted.name, _message(answer))
