@@ -1,7 +1,8 @@
-"""Settings of evaluations. Each default is written here and nowhere else; the gate's are in `evals.gate`."""
+"""Settings of evaluations and of the gate. Each default is written here and nowhere else."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -39,3 +40,39 @@ class EvalSettings(BaseModel):
     """How long the evaluation's own worker may take to start."""
     patience_seconds: float = Field(default=300.0, gt=0)
     """How long an overloaded worker is asked again before the evaluation gives up."""
+
+
+class GateSettings(BaseModel):
+    """What counts as proof."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    alpha: float = Field(default=0.025, gt=0, lt=0.5)
+    """Chance of a false promotion that is accepted; one-sided, so 0.025 goes with a two-sided 95% interval."""
+    power: float = Field(default=0.8, gt=0, lt=1)
+    """Chance of success used when saying how much more data is needed."""
+    smallest_gain: float = Field(default=0.02, ge=0, lt=1)
+    """Gain on the target, as a share of the full score, below which a version is not worth a swap."""
+    perplexity_ratio: float = Field(default=1.06, gt=1)
+    """Largest accepted ratio of the candidate's perplexity to the base model's on general texts."""
+    knowledge_margin: float = Field(default=0.05, gt=0, lt=1)
+    """Largest accepted loss on general questions, as a share of the full score."""
+    format_margin: float = Field(default=0.15, gt=0, lt=1)
+    """Largest accepted loss in following instructions on form, as a share of the full score."""
+    file_margin: float = Field(default=0.05, gt=0, lt=1)
+    """Largest accepted loss on each guard file of your own, as a share of the full score."""
+    min_clusters: int = Field(default=8, ge=2)
+    """Fewest sessions (or independent examples) per metric; with fewer the verdict is never `pass`."""
+    min_examples: int = Field(default=10, ge=2)
+    """Fewest examples per metric; with fewer the verdict is never `pass`."""
+    required_guards: tuple[str, ...] = ("knowledge", "perplexity", "format")
+    """Guards without which the verdict is never `pass`."""
+
+    def margin(self, kind: str) -> float:
+        """The accepted loss of a guard of this kind, in the unit of its scores. Raises KeyError for another kind."""
+        return {
+            "perplexity": math.log(self.perplexity_ratio),
+            "knowledge": self.knowledge_margin,
+            "format": self.format_margin,
+            "file": self.file_margin,
+        }[kind]

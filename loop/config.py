@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from evals.gate import GateSettings
-from evals.settings import EvalSettings
+from evals.settings import EvalSettings, GateSettings
 from memory.files import write_atomic
 from memory.journal.settings import JournalSettings
 from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings

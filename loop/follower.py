@@ -143,6 +143,7 @@ def main() -> None:
     arguments.add_argument("--config-file", type=Path, required=True)
     config = Config.model_validate_json(arguments.parse_args().config_file.read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -21,6 +21,7 @@ def main() -> None:
     path = arguments.parse_args().config_file
     config = Config.model_validate_json(path.read_text())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     journal = Journal.open(config.journal.url, config.journal)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from evals.gate import GateSettings, decide
+from evals.gate import decide
 from evals.report import summary, write
 from evals.results import EvalResult
 from evals.run import EvalJob, EvalModel, evaluate
 from evals.run import Progress as EvalProgress
-from evals.settings import EvalSettings
+from evals.settings import EvalSettings, GateSettings
 from memory.journal import Journal
 from pipelines.retrain import Retrain
 from pipelines.settings import RetrainSettings

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from evals.gate import Decision, GateSettings, decide, judge
+from evals.gate import Decision, decide, judge
+from evals.settings import GateSettings
 from tests.evals.fakes import guards, paired, result
 
 SETTINGS = GateSettings()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from evals.gate import GateSettings, decide
+from evals.gate import decide
+from evals.settings import GateSettings
 from evals.stats import PairedScores
 
 SETTINGS = GateSettings()

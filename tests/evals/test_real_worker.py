@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from evals import report
-from evals.gate import GateSettings, judge
+from evals.gate import judge
 from evals.run import EvalJob, EvalModel, evaluate
-from evals.settings import EvalSettings
+from evals.settings import EvalSettings, GateSettings
 from tests.evals.fakes import write_heldout
 
 pytestmark = pytest.mark.model

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from evals.gate import Decision, GateSettings, judge
+from evals.gate import Decision, judge
 from evals.report import render, summary, write
 from evals.results import EvalResult
+from evals.settings import GateSettings
 from tests.evals.fakes import result
 
 GUARDS = {"knowledge": [0.5, 0.6] * 60, "perplexity": [-2.0, -3.0] * 6, "format": [0.5, 1.0] * 15}

@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from evals.errors import EvalError
-from evals.gate import GateSettings, judge
+from evals.gate import judge
 from evals.results import EvalResult
 from evals.run import EvalJob, EvalModel, Progress, evaluate
-from evals.settings import EvalSettings
+from evals.settings import EvalSettings, GateSettings
 from serve.backends.base import WorkerRejected
 from tests.evals.fake_worker import State, serving
 from tests.evals.fakes import write_heldout

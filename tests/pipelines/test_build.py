@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.gate import GateSettings
-from evals.settings import EvalSettings
+from evals.settings import EvalSettings, GateSettings
 from memory.journal import Journal, JournalSettings
 from pipelines.build import build_retrain
 from pipelines.registry import CHAMPION, Registry
