@@ -28,6 +28,8 @@ from train.settings import TrainSettings
 
 ENVIRONMENT_PREFIX = "KVLOOP_"
 DEFAULT_HOME = Path(".kvloop")
+COPIED_SECTIONS = {"gateway.journal": "journal"}
+"""Sections that a layer gets as a copy of another one, which is the only place where they are set."""
 
 
 class ConfigError(ValueError):
@@ -148,6 +150,9 @@ def _check_known(found: Mapping[str, Any], model: type[BaseModel], source: str, 
             raise ConfigError(f"unknown setting {prefix + key!r} in {source}; the nearest known one is {near[0]!r}")
         section = section_of(field)
         if section is not None:
+            if prefix + key in COPIED_SECTIONS:
+                right = COPIED_SECTIONS[prefix + key]
+                raise ConfigError(f"setting {prefix + key!r} in {source} is a copy of [{right}]: set it there")
             if not isinstance(value, Mapping):
                 raise ConfigError(f"setting {prefix + key!r} in {source} is a section, not a value: {value!r}")
             _check_known(value, section, source, f"{prefix}{key}.")
@@ -161,7 +166,7 @@ def _fill_derived(values: dict[str, Any], home: Path) -> None:
     values["journal"].setdefault("url", f"sqlite:///{home / 'journal.db'}")
     worker = {name: WorkerSettings.model_fields[name].default for name in ("host", "port")} | values["worker"]
     values["worker"].setdefault("kv_folder", home / "kv")
-    values["gateway"].setdefault("journal_url", values["journal"]["url"])
+    values["gateway"]["journal"] = values["journal"]
     values["gateway"].setdefault("workers", [f"http://{worker['host']}:{worker['port']}"])
     values["gateway"].setdefault("model_dir", home / "models" / str(values.get("model", DEFAULT_MODEL)))
     values["gateway"].setdefault("secret_file", home / "secret")
@@ -172,9 +177,11 @@ def _fill_derived(values: dict[str, Any], home: Path) -> None:
 
 
 def describe(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (`section.key`, docstring) for every setting there is."""
+    """Yields (`section.key`, docstring) for every setting that can be set."""
     for name, field in model.model_fields.items():
         section = section_of(field)
+        if prefix + name in COPIED_SECTIONS:
+            continue
         if section is not None:
             yield from describe(section, f"{prefix}{name}.")
         else:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from loop.config import Config, section_of
+from loop.config import COPIED_SECTIONS, Config, section_of
 
 HEADER = """# Configuration
 
@@ -46,7 +46,7 @@ def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     yield _table(title, prefix, model, introduction)
     for name, field in model.model_fields.items():
         section = section_of(field)
-        if section is not None:
+        if section is not None and prefix + name not in COPIED_SECTIONS:
             yield from _sections(f"{prefix}{name}.", section)
 
 

@@ -168,7 +168,7 @@ async def open_gateway(settings: GatewaySettings) -> Gateway:
     auth = Auth.read(settings.keys_file, settings.secret_file, settings.admin_token_file)
     codec = TextCodec(settings.model_dir)
     threads = Threads(settings.journal_threads)
-    journal = await threads.run(Journal.open, settings.journal_url)
+    journal = await threads.run(Journal.open, settings.journal.url, settings.journal)
     clients = [
         CompletionsClient(url, read_seconds=settings.worker_read_seconds, load_seconds=settings.load_seconds)
         for url in settings.workers

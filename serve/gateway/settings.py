@@ -9,14 +9,16 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from memory.journal.settings import JournalSettings
+
 
 class GatewaySettings(BaseModel):
     """What the gateway needs to know; everything else it learns from its workers and the journal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    journal_url: str
-    """SQLAlchemy URL of the journal, for example `sqlite:////srv/kvloop/journal.db`."""
+    journal: JournalSettings
+    """The journal's settings."""
     model_dir: Path
     """Folder of the base model; only its tokenizer, chat template and configuration are read."""
     workers: tuple[str, ...] = Field(min_length=1)

@@ -75,7 +75,7 @@ def test_home_comes_from_the_flag_the_environment_or_the_default(
 
 def test_all_state_lies_under_home(home: Path) -> None:
     config = load(("worker.port=9101",), home, {})
-    assert config.journal.url == config.gateway.journal_url == f"sqlite:///{home}/journal.db"
+    assert config.journal.url == config.gateway.journal.url == f"sqlite:///{home}/journal.db"
     assert config.gateway.workers == ("http://127.0.0.1:9101",)
     paths = [
         config.worker.kv_folder,
@@ -92,7 +92,15 @@ def test_all_state_lies_under_home(home: Path) -> None:
 def test_a_path_that_is_set_stays(home: Path, tmp_path: Path) -> None:
     config = load((f"worker.kv_folder={tmp_path / 'kv'}", "journal.url=sqlite:////elsewhere/j.db"), home, {})
     assert config.worker.kv_folder == tmp_path / "kv"
-    assert config.gateway.journal_url == "sqlite:////elsewhere/j.db"
+    assert config.gateway.journal.url == "sqlite:////elsewhere/j.db"
+
+
+def test_the_gateway_takes_the_journal_section_whole(home: Path) -> None:
+    config = load(("journal.eval_share=0.35", "journal.split_salt=mine"), home, {"KVLOOP_JOURNAL__POOL_SIZE": "3"})
+    assert config.gateway.journal == config.journal
+    assert (config.journal.eval_share, config.journal.split_salt, config.journal.pool_size) == (0.35, "mine", 3)
+    with pytest.raises(ConfigError, match=r"'gateway.journal' in the command line is a copy of \[journal\]"):
+        load(("gateway.journal.eval_share=0.1",), home, {})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +199,7 @@ def test_every_setting_is_documented_and_has_a_default(home: Path) -> None:
     assert [name for name, meaning in describe() if not meaning.strip()] == []
     config = load((), home, {})
     names = {name for name, _ in describe()}
-    assert names == set(_leaves(config))
+    assert names == {name for name in _leaves(config) if not name.startswith("gateway.journal.")}
 
 
 def _leaves(model: BaseModel, prefix: str = "") -> list[str]:

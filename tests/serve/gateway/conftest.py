@@ -73,7 +73,7 @@ class RunningGateway:
         return self.post(path, body, headers={"Authorization": f"Bearer {ADMIN}"})
 
     def journal(self) -> Journal:
-        return Journal.open(self.settings.journal_url)
+        return Journal.open(self.settings.journal.url, self.settings.journal)
 
     def metric(self, line: str) -> float:
         """The value of the metric line that begins with `line`; 0 when there is none."""
@@ -117,7 +117,7 @@ def gateway_settings(folder: Path, model_dir: Path, *workers: str, **changes: An
     (folder / "secret").write_text("a secret of many bytes")
     (folder / "admin").write_text(ADMIN)
     given: dict[str, Any] = {
-        "journal_url": f"sqlite:///{folder}/journal.db", "model_dir": model_dir, "workers": workers,
+        "journal": {"url": f"sqlite:///{folder}/journal.db"}, "model_dir": model_dir, "workers": workers,
         "secret_file": folder / "secret", "admin_token_file": folder / "admin", "port": free_port(),
         "worker_wait_seconds": 5, "worker_poll_seconds": 0.05, "shutdown_seconds": 5,
     }  # fmt: skip

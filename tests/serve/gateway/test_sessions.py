@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -209,3 +210,14 @@ def test_a_session_goes_on_after_a_restart_of_everything(
     second = _turn(client, first.session_id, "Still there?")
     assert second.session_id == first.session_id
     assert worker.seen.bodies[-1]["prompt"][: len(one)] == one
+
+
+@pytest.mark.parametrize(("share", "split"), [(1.0, "eval"), (0.0, "train")])
+def test_the_split_is_drawn_by_the_journals_settings(
+    start_gateway: Callable[..., RunningGateway], share: float, split: str
+) -> None:
+    base = start_gateway()
+    base.stop()
+    gateway = start_gateway(journal=base.settings.journal.model_copy(update={"eval_share": share}))
+    splits = {gateway.post("/v1/sessions").json()["split"] for _ in range(8)}
+    assert splits == {split}
