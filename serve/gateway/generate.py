@@ -84,6 +84,7 @@ class Generation:
             self._reset()
             try:
                 worker = await self._router.choose(self._plan.session_id, deadline)
+                await self._ensure(worker)
                 async with (
                     worker.busy(),
                     aclosing(worker.client.stream(self._request())) as events,
@@ -100,7 +101,7 @@ class Generation:
                     raise unavailable(f"The worker does not keep '{self._version.name}': {error}.") from error
                 reloaded = True
                 self._metrics.worker_retries.labels("reloaded").inc()
-                await self._reload(worker)
+                self._version.proven.discard(worker.url)
             except WorkerUnavailable as error:
                 if self._given_out:
                     raise unavailable(f"The worker stopped in the middle of the answer: {error}.") from error
@@ -115,9 +116,9 @@ class Generation:
             except WorkerRejected as error:
                 raise _rejected(error) from error
 
-    async def _reload(self, worker: Worker) -> None:
+    async def _ensure(self, worker: Worker) -> None:
         try:
-            await self._versions.reload(worker, self._version)
+            await self._versions.ensure(worker, self._version)
         except WorkerRejected as error:
             raise unavailable(f"The worker refused '{self._version.name}': {error}.") from error
 

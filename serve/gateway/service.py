@@ -57,7 +57,6 @@ class Gateway:
         if len(body.stop) > self.settings.max_stop_strings:
             raise invalid(f"'stop' has at most {self.settings.max_stop_strings} strings here.", "stop", "invalid_value")
         version = await self.versions.resolve(body.model)
-        await self.versions.base()  # tells the context length the workers have
         plan = await self.threads.run(self.turns.plan, asked)
         try:
             sampling = Sampling(

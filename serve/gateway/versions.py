@@ -1,8 +1,9 @@
 """Which weights answer, and how that changes without dropping a request.
 
-Invariants: a version is loaded and proven on every worker that is up before it serves; the journal knows of the flip
-before the first request sees it, so a restarted gateway goes on with the same version; a request ends on the version it
-began with; a version is unloaded only at zero in flight, and the one served before stays for an instant rollback.
+Invariants: a version is loaded and proven on every worker that is up before it serves, and proven again where a worker
+that restarted loads it again; the journal knows of the flip before the first request sees it, so a restarted gateway
+goes on with the same version; a request ends on the version it began with; a version is unloaded only at zero in
+flight, and the one served before stays for an instant rollback.
 Lives in the gateway's event loop; changes are serialised by a lock, requests never wait for it.
 """
 
@@ -29,6 +30,7 @@ from serve.gateway.metrics import Metrics
 from serve.gateway.threads import Threads
 
 BASE = "base"
+_PAUSE = 0.05
 
 
 @dataclass
@@ -95,25 +97,41 @@ class Versions:
                 self._resident[previous["name"]] = Version(**previous)
 
     async def base(self) -> Version:
-        """The base model, under the name the workers give it. Waits for a worker the first time."""
-        if self._base is None:
-            worker = await self._router.choose()
-            models = await worker.client.models()
-            root = next(model for model in models if model.parent is None)
-            weights_id = root.weights_id or root.id
-            self.context_length = (await worker.client.health()).context_length
-            self._base = Version(root.id, None, None, weights_id)
-            if self._serving == BASE:
-                self._metrics.now_serving(root.id, weights_id)
+        """The base model, under the name the workers give it. The first time it waits for a worker, as long as a
+        request may; raises `WorkerError` when none tells."""
+        deadline = self._router.deadline()
+        while self._base is None:
+            worker = await self._router.choose(deadline=deadline)
+            try:
+                self._base = await self._ask_base(worker)
+            except WorkerUnavailable:
+                if time.monotonic() >= deadline:
+                    raise
+                worker.up = False  # `choose` waits for it, or for another
+                await asyncio.sleep(_PAUSE)
         return self._base
 
+    async def _ask_base(self, worker: Worker) -> Version:
+        root = next(model for model in await worker.client.models() if model.parent is None)
+        weights_id = root.weights_id or root.id
+        self.context_length = (await worker.client.health()).context_length
+        if self._serving == BASE:
+            self._metrics.now_serving(root.id, weights_id)
+        return Version(root.id, None, None, weights_id)
+
     async def resolve(self, model: str) -> Version:
-        """The version a request for `model` runs on. Raises `ApiError` 404 for a name nobody serves."""
+        """The version a request for `model` runs on; `context_length` is known afterwards.
+
+        Raises `ApiError`: 404 for a name nobody serves, 503 when no worker tells what it holds.
+        """
+        try:
+            base = await self.base()
+        except WorkerError as error:
+            raise unavailable(f"No worker answers: {error}.") from error
         if model == self.served_name:
             model = self._serving
         if model in self._resident:
             return self._resident[model]
-        base = await self.base()
         if model in (BASE, base.name):
             return base
         known = ", ".join(self.names())
@@ -155,12 +173,23 @@ class Versions:
                 "seconds": time.monotonic() - started,
             }  # fmt: skip
 
+    async def ensure(self, worker: Worker, version: Version) -> None:
+        """Returns at once where the worker holds the version, proven since it loaded it; else as `reload`."""
+        if version.path is not None and worker.url not in version.proven:
+            await self.reload(worker, version)
+
     async def reload(self, worker: Worker, version: Version) -> None:
-        """Brings a version back to a worker that lost it. Raises `WorkerError` when that fails."""
+        """Brings a version back to a worker that lost it, and proves it there again. Raises `WorkerError` when that
+        fails; the worker does not keep a version that was not proven."""
         if version.path is None:
             return
         async with self._loading.setdefault(worker.url, asyncio.Lock()):
             await self._load(worker, version)
+            try:
+                await self._prove(worker, version)
+            except ApiError as error:
+                await self._unload_from(worker, version)
+                raise WorkerRejected(error.status, error.message) from error
 
     async def keep(self, pause: float) -> None:
         """Runs for ever: looks after the workers, and reloads what one lost when it restarted."""
@@ -259,6 +288,7 @@ class Versions:
     async def _load(self, worker: Worker, version: Version) -> None:
         loaded = {model.id: model for model in await worker.client.models()}
         if version.name not in loaded:
+            version.proven.discard(worker.url)
             await worker.client.load_adapter(version.name, version.path or "")
             loaded = {model.id: model for model in await worker.client.models()}
             event("adapter loaded", worker=worker.url, version=version.name)
@@ -328,14 +358,15 @@ class Versions:
     async def _unload_everywhere(self, version: Version) -> None:
         version.proven.clear()
         for worker in self._router.workers:
-            try:
-                await worker.client.unload_adapter(version.name)
-            except ModelNotFound:
-                continue
-            except (WorkerUnavailable, WorkerRejected, Overloaded) as error:
-                event(
-                    "unload failed", level=logging.WARNING, worker=worker.url, version=version.name, reason=str(error)
-                )
+            await self._unload_from(worker, version)
+
+    async def _unload_from(self, worker: Worker, version: Version) -> None:
+        try:
+            await worker.client.unload_adapter(version.name)
+        except ModelNotFound:
+            return
+        except (WorkerUnavailable, WorkerRejected, Overloaded) as error:
+            event("unload failed", level=logging.WARNING, worker=worker.url, version=version.name, reason=str(error))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

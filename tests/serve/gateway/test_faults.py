@@ -55,6 +55,21 @@ def test_a_worker_that_stays_away_is_told(start_gateway: Callable[..., RunningGa
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_worker_that_was_never_there_is_waited_for_and_then_told(
+    start_gateway: Callable[..., RunningGateway], worker: FakeWorker, stream: bool
+) -> None:
+    worker.stop()
+    gateway = start_gateway(worker_wait_seconds=0.3)
+    answer = gateway.post("/v1/chat/completions", {"model": "kvloop", "messages": HI, "stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+    gateway.stop()
+    patient = start_gateway(worker_wait_seconds=30)
+    threading.Timer(0.3, worker.start).start()
+    assert patient.post("/v1/chat/completions", {"model": "kvloop", "messages": HI}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_death_before_the_first_text_is_not_noticed(
     gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker, stream: bool
 ) -> None:

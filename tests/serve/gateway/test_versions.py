@@ -214,6 +214,23 @@ def test_a_restarted_worker_gets_its_versions_back(
     assert worker.adapters == ["v1"]
 
 
+def test_a_restarted_worker_must_prove_its_versions_again(
+    gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker, tmp_path: Path
+) -> None:
+    gateway.admin(ACTIVATE, make_adapter(tmp_path / "v1", "one"))
+    assert _ask(client).model == "v1"
+    worker.stop()
+    worker.script.wrong_weights = True  # loaded under the right digest, but not applied
+    worker.start()
+    with pytest.raises(openai.InternalServerError, match="fingerprint") as refused:
+        _ask(client)
+    assert refused.value.status_code == 503
+    _wait(lambda: "v1" in worker.seen.unloads)
+    assert worker.seen.finished == 1
+    worker.script.wrong_weights = False
+    assert _ask(client).model == "v1"
+
+
 def test_weights_that_changed_on_disk_are_not_served_under_the_old_name(
     gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker, tmp_path: Path
 ) -> None:
