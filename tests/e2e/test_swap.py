@@ -18,6 +18,7 @@ from loop.demo.resume import Worker
 from loop.demo.traffic import Traffic
 from loop.follower import serving_name
 from loop.jobs import promote, rollback
+from loop.status import collect
 from memory.journal import Journal
 from pipelines.registry import CHAMPION, Registry
 from tests.e2e.adapters import make_adapter, register, rewrite_manifest
@@ -170,7 +171,7 @@ def test_swaps_under_traffic(install: Install) -> None:
         ("mlflow", "follow", one, two, moved),
         ("mlflow", "follow", two, "base", moved),
     ]
-    assert install.running.json("status")["serving"]["name"] == "base"
+    assert collect(install.config)["serving"]["name"] == "base"
 
 
 def test_a_session_goes_on_under_the_new_weights_without_the_old_kv(install: Install) -> None:
@@ -209,7 +210,7 @@ def test_an_adapter_that_lies_is_refused_and_the_old_one_goes_on(install: Instal
     assert "refused" in refusal
     assert "fingerprint" in refusal
     assert install.moves() == moves
-    assert install.running.json("status")["serving"]["name"] == install.name("1")
+    assert collect(install.config)["serving"]["name"] == install.name("1")
 
     install.registry.set_alias(CHAMPION, "2")
     _wait_until_serving(install, install.name("2"))

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from loop import cli
 from loop.config import load
 from loop.supervisor import only_one
 from pipelines.registry import Registry
-from tests.loop.versions import register
 from tests.tiny import free_port
 
 # MLflow and what it imports warn about themselves.
@@ -68,23 +66,10 @@ def kvloop(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     return Kvloop(tmp_path / "home", capsys, monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def home_with_versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("with-versions") / "home"
-    registry = Registry(load((), home, {}).registry)
-    register(registry, home.parent / "one", "1" * 64)
-    register(registry, home.parent / "two", "2" * 64, verdict="inconclusive")
-    return home
-
-
 @pytest.fixture
-def populated(home_with_versions: Path, kvloop: Kvloop) -> Iterator[Kvloop]:
+def populated(home_with_versions: Path, kvloop: Kvloop) -> Kvloop:
     kvloop.home = home_with_versions
-    yield kvloop
-    registry = Registry(load((), home_with_versions, {}).registry)
-    for alias in registry.aliases():
-        registry.delete_alias(alias)
-    (home_with_versions / "journal.db").unlink(missing_ok=True)
+    return kvloop
 
 
 def test_an_unknown_setting(kvloop: Kvloop) -> None:
@@ -138,7 +123,7 @@ def test_no_keys_no_other_machine(kvloop: Kvloop) -> None:
 
 
 def test_promoting_and_rolling_back_what_is_not_there(populated: Kvloop) -> None:
-    assert "no version '99': the registry has 1, 2" in populated.refuses("promote", "99")
+    assert "no version '99': the registry has 1, 2, 3" in populated.refuses("promote", "99")
     assert "base model serves already" in populated.refuses("rollback")
     assert populated("ledger", "--json").json == []
 
@@ -167,6 +152,7 @@ def test_versions_are_listed_with_verdict_and_alias(populated: Kvloop) -> None:
     populated("promote", "2")
     rows = populated("versions", "--json").json
     assert [(row["version"], row["aliases"], row["verdict"]) for row in rows] == [
+        ("3", "", "pass"),
         ("2", "champion", "inconclusive"),
         ("1", "", "pass"),
     ]

@@ -23,14 +23,12 @@ from loop.follower import Follower
 from memory.journal import Journal
 from pipelines.promotion import Promotions
 from pipelines.registry import CHAMPION, Registry, RegistryError
-from tests.loop.versions import register
 from tests.tiny import free_port
 
 # MLflow and what it imports warn about themselves.
 pytestmark = pytest.mark.filterwarnings("default")
 
 TOKEN = "token-of-the-test"
-ONE, TWO, THREE = "1" * 64, "2" * 64, "3" * 64
 
 
 class FakeGateway(ThreadingHTTPServer):
@@ -122,23 +120,11 @@ class World:
         return [(entry.who, entry.from_version, entry.to_version, entry.reason) for entry in reversed(entries)]
 
 
-@pytest.fixture(scope="module")
-def registered(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("install")
-    config = load((), folder / "home", {})
-    registry = Registry(config.registry)
-    for digest in (ONE, TWO, THREE):
-        register(registry, folder / digest[:8], digest)
-    return config
-
-
 @pytest.fixture
-def world(registered: Config, tmp_path: Path) -> Iterator[World]:
-    config = load((f"journal.url=sqlite:///{tmp_path / 'journal.db'}",), registered.home, {})
+def world(home_with_versions: Path) -> Iterator[World]:
+    config = load((), home_with_versions, {})
     journal = Journal.open(config.journal.url, config.journal)
     registry = Registry(config.registry)
-    for alias in registry.aliases():
-        registry.delete_alias(alias)
     gateway = FakeGateway(journal)
     follower = Follower(registry, journal, gateway.url, TOKEN)
     yield World(config, registry, journal, gateway, follower)
@@ -205,6 +191,19 @@ def test_moves_by_mlflows_own_client_are_followed_and_told_apart(world: World) -
         ("mlflow", one, two, why),
         ("mlflow", two, "base", why),
     ]
+
+
+def test_rollback_after_moves_made_in_mlflow_returns_to_what_served(world: World) -> None:
+    world.promotions.promote("1", "kvloop", "by hand")
+    world.follower.step()
+    world.registry.set_alias(CHAMPION, "3")  # as MLflow's user interface does
+    world.follower.step()
+    world.promotions.rollback("kvloop", "it rambles")
+    assert world.follower.step() == world.names["1"]
+    world.registry.set_alias(CHAMPION, "2")
+    world.follower.step()
+    world.promotions.rollback("kvloop", "so does this")
+    assert world.follower.step() == world.names["1"]
 
 
 def test_only_the_last_of_several_quick_moves_is_followed(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,8 +16,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from rich.console import Console
 
+from loop.config import load
 from loop.processes import Child, python_module
+from loop.status import collect, render
 from tests.running import Running
 
 PROCESSES = ("worker", "gateway", "follower", "scheduler")
@@ -52,6 +56,11 @@ def restarts(running: Running, name: str) -> int:
     return count
 
 
+def status_of(running: Running) -> dict[str, Any]:
+    """What `kvloop status` would print, without starting an interpreter for it."""
+    return collect(load((), running.home, {}))
+
+
 def ask(running: Running) -> str:
     with running.client() as client:
         reply = client.chat.completions.create(
@@ -63,6 +72,7 @@ def ask(running: Running) -> str:
 def test_status_tells_the_truth(running: Running) -> None:
     assert ask(running) in ("stop", "length")
     found = running.json("status")
+    assert found["processes"] == status_of(running)["processes"]
     assert found["running"] is True
     assert tuple(found["processes"]) == PROCESSES
     commands = {name: psutil.Process(process["pid"]).cmdline() for name, process in found["processes"].items()}
@@ -73,7 +83,9 @@ def test_status_tells_the_truth(running: Running) -> None:
     assert found["gateway"] == {"status": "ok", "workers": 1, "workers_up": 1}
     assert found["memory"]["kvloop_kv_bytes{tier=ram}"] > 0
     assert (found["serving"], found["last_run"], found["last_move"]) == ({"name": "base"}, None, None)
-    assert str(found["processes"]["worker"]["pid"]) in running.run("status").stdout
+    lines = io.StringIO()
+    render(found, Console(file=lines, width=200))
+    assert f"worker     {found['processes']['worker']['pid']}" in lines.getvalue()
 
 
 def test_what_is_secret_is_private(running: Running) -> None:
@@ -114,18 +126,18 @@ def test_what_dies_is_started_again_and_counted(running: Running) -> None:
     running.wait_ready()
     assert all(pids(running)[name] != before[name] for name in PROCESSES)
     assert ask(running) in ("stop", "length")
-    assert {process["restarts"] for process in running.json("status")["processes"].values()} == {1}
+    assert {process["restarts"] for process in status_of(running)["processes"].values()} == {1}
     assert "worker ended with code -9; starting it again" in (running.home / "up.log").read_text()
 
 
 def test_a_killed_supervisor_takes_its_children_along_and_can_start_at_once(running: Running) -> None:
     children = pids(running)
     running.kill("supervisor")
-    assert running.json("status")["running"] is False
+    assert status_of(running)["running"] is False
     running.start()
     assert not any(_runs(pid) for pid in children.values())
     assert set(pids(running)) == set(PROCESSES)
-    assert {process["restarts"] for process in running.json("status")["processes"].values()} == {0}
+    assert {process["restarts"] for process in status_of(running)["processes"].values()} == {0}
     ask(running)
 
 
