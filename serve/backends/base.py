@@ -68,7 +68,8 @@ class CompletionRequest:
             "kv_transfer_params": {"kv_save": self.kv_save},
         }
         if stream:
-            body["stream_options"] = {"include_usage": True}
+            # Usage as it goes, for a reader who leaves early: at a stop string the answer is closed before its end.
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         for name in ("max_tokens", "seed", "logprobs", "cache_salt"):
             if getattr(self, name) is not None:
                 body[name] = getattr(self, name)

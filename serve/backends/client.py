@@ -56,7 +56,7 @@ class CompletionsClient:
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[Delta | Usage]:
         """Tokens as they are made, then the `Usage`; a worker that tells it as it goes has it yielded as it goes.
-        Closing the iterator early aborts the request on the worker.
+        Its extras are complete in the last one only. Closing the iterator early aborts the request on the worker.
 
         Raises `WorkerUnavailable` also when the answer ends before its usage.
         """
@@ -77,7 +77,7 @@ class CompletionsClient:
                     if "error" in event:
                         raise _error(event["error"].get("code"), str(event["error"].get("message", "failed")), 1.0)
                     if event.get("usage"):
-                        usage = _usage(event["usage"])
+                        usage = _usage(event["usage"], usage)
                         yield usage
                     for choice in event["choices"]:
                         yield _delta(choice)
@@ -207,11 +207,12 @@ def _logprobs(given: Mapping[str, Any] | None, token_ids: Sequence[int]) -> tupl
     return tuple(entries)
 
 
-def _usage(given: Mapping[str, Any]) -> Usage:
+def _usage(given: Mapping[str, Any], before: Usage | None = None) -> Usage:
+    """`before` is what was told earlier in the same answer; the account is not told with every chunk."""
     details = given.get("prompt_tokens_details") or {}
     return Usage(
         given["prompt_tokens"],
         given["completion_tokens"],
         details.get("cached_tokens") or 0,
-        given.get("kvloop") or {},
+        given.get("kvloop") or (before.extras if before is not None else {}),
     )

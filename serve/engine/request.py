@@ -103,7 +103,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One new token of choice `choice`; a choice's last one has a `finish_reason` ("stop" or "length")."""
+    """One new token of choice `choice`; a choice's last one has a `finish_reason` ("stop" or "length").
+
+    A request's very first one has the `usage` so far: what its prompt cost is known from then on.
+    """
 
     request: int
     choice: int
@@ -111,6 +114,7 @@ class TokenEvent:
     logprob: TokenLogprob | None
     finish_reason: str | None
     stop_reason: int | None
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)

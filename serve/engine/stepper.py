@@ -117,7 +117,8 @@ class Stepper:
         logprob = None
         if sampling.logprobs is not None:
             logprob = token_logprobs(logits.unsqueeze(0), [token], sampling.logprobs)[0]
-        if job.first_token_at is None:
+        first = job.first_token_at is None
+        if first:
             job.first_token_at = time.monotonic()
         sequence.tokens.append(token)
         self.generated_tokens += 1
@@ -126,7 +127,8 @@ class Stepper:
         if reason is not None:
             self._finish(sequence, reason)
         stop_reason = token if stopped and token not in eos else None
-        job.emit(TokenEvent(job.place, sequence.choice, token, logprob, reason, stop_reason))
+        usage = job.usage() if first else None
+        job.emit(TokenEvent(job.place, sequence.choice, token, logprob, reason, stop_reason, usage))
         if reason is not None:
             self._end_if_all_finished(job)
 

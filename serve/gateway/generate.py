@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve.backends.base import (
     CompletionRequest,
@@ -142,6 +142,7 @@ class Generation:
                     yield last
             if running and all(entry.finish_reason is not None for entry in self.choices):
                 # Stop strings ended what the worker still runs: it need not go on.
+                self.usage = self._usage_so_far()
                 return
 
     def _take_usage(self, usage: Usage) -> None:
@@ -153,7 +154,20 @@ class Generation:
                 kind="server_error", code="weights_mismatch",
             )  # fmt: skip
 
+    def _usage_so_far(self) -> Usage:
+        """What the worker told with the first token, and what came since as it was counted here."""
+        sampled = sum(choice.sampled for choice in self.choices)
+        extras = dict(self.usage.extras)
+        if extras:
+            extras["generated_tokens"] = sampled
+            extras["spans"] = [dict(span) for span in extras.get("spans") or []]
+            for span in extras["spans"]:
+                if span["source"] == "generated":
+                    span["end"] = span["start"] + self.choices[0].sampled
+        return replace(self.usage, completion_tokens=sampled, extras=extras)
+
     def _reset(self) -> None:
+        self.usage = Usage(len(self._plan.prompt), 0, 0)
         self.choices = [ChoiceOutput(index, self._codec, self._sampling.stop) for index in range(self._sampling.n)]
 
     def _request(self) -> CompletionRequest:

@@ -21,7 +21,7 @@ from serve.engine.sequence import Ticket
 from serve.worker.errors import describe
 from serve.worker.metrics import WorkerMetrics
 from serve.worker.protocol import CompletionBody
-from serve.worker.replies import ReplyWriter
+from serve.worker.replies import CountedUsage, ReplyWriter
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
 
@@ -106,15 +106,16 @@ def _check(body: CompletionBody, max_prompts: int) -> None:
 
 async def _server_sent_events(submission: Submission, writer: ReplyWriter) -> AsyncIterator[bytes]:
     usages: list[Usage] = []
+    options = submission.body.stream_options
+    counted = CountedUsage() if options is not None and options.continuous_usage_stats else None
     async for event in submission.events():
         if isinstance(event, FailedEvent):
             yield _data(describe(event.error)[1])
             return
         if isinstance(event, TokenEvent):
-            yield _data(writer.chunk(event))
+            yield _data(writer.chunk(event) if counted is None else writer.counted_chunk(event, counted))
         else:
             usages.append(event.usage)
-    options = submission.body.stream_options
     if options is not None and options.include_usage:
         yield _data(writer.usage_chunk(usages))
     yield b"data: [DONE]\n\n"

@@ -23,6 +23,8 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """Ends the stream with a chunk that has no choices but the usage."""
+    continuous_usage_stats: bool = False
+    """Puts the usage so far on every chunk; the account in `kvloop` only where a prompt's first token is."""
 
 
 class KVTransfer(Body):

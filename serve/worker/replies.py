@@ -11,6 +11,24 @@ from serve.engine.request import Choice, Completion, TokenEvent, TokenLogprob, U
 Json = dict[str, Any]
 
 
+class CountedUsage:
+    """The usage of a stream so far. The whole account once for each prompt; between, only counts, which cost little."""
+
+    def __init__(self) -> None:
+        self._begun: list[Usage] = []
+        self._generated = 0
+
+    def add(self, event: TokenEvent) -> Json:
+        """Counts a token in and returns the usage with it. Prompts that wait for their first token are not in it."""
+        self._generated += 1
+        if event.usage is not None:
+            self._begun.append(event.usage)
+        usage = usage_json(self._begun) if event.usage is not None else _counts(self._begun)
+        usage["completion_tokens"] = self._generated
+        usage["total_tokens"] = usage["prompt_tokens"] + self._generated
+        return usage
+
+
 class ReplyWriter:
     """Writes the replies to one HTTP request for prompts that have `n` choices each."""
 
@@ -30,6 +48,10 @@ class ReplyWriter:
             "stop_reason": event.stop_reason,
         }
         return {**self._head, "choices": [choice]}
+
+    def counted_chunk(self, event: TokenEvent, counted: CountedUsage) -> Json:
+        """The same with the usage so far; `counted` is told of the token."""
+        return {**self.chunk(event), "usage": counted.add(event)}
 
     def usage_chunk(self, usages: Sequence[Usage]) -> Json:
         """The last chunk of a stream."""
@@ -58,23 +80,29 @@ class ReplyWriter:
 
 def usage_json(usages: Sequence[Usage]) -> Json:
     """The usage of all prompts together; spans and time to first token are those of the first prompt."""
-    prompt, generated = _sum(u.prompt_tokens for u in usages), _sum(u.generated_tokens for u in usages)
     first = usages[0]
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": _sum(u.cached_tokens for u in usages)},
+        **_counts(usages),
         "kvloop": {
             "restored_tokens": _sum(u.disk_tokens for u in usages),
             "ram_tokens": _sum(u.ram_tokens for u in usages),
             "computed_tokens": _sum(u.computed_tokens for u in usages),
-            "generated_tokens": generated,
+            "generated_tokens": _sum(u.generated_tokens for u in usages),
             "fidelity": "exact",
             "weights_id": first.weights_id,
             "ttft_ms": first.ttft_ms,
             "spans": [asdict(span) for span in first.spans],
         },
+    }
+
+
+def _counts(usages: Sequence[Usage]) -> Json:
+    prompt, generated = _sum(u.prompt_tokens for u in usages), _sum(u.generated_tokens for u in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": _sum(u.cached_tokens for u in usages)},
     }
 
 

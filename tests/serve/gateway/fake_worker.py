@@ -202,17 +202,12 @@ class FakeWorker:
                         raise ConnectionError("scripted death")
                     made += 1
                     last = at + 1 == len(answer)
-                    yield _event(self._chunk(body, index, [token], weights, reason if last else None))
+                    chunk = self._chunk(body, index, [token], weights, reason if last else None)
+                    if body["stream_options"].get("continuous_usage_stats"):
+                        chunk["usage"] = self._usage(prompt, cached, made, weights, whole=made == 1)
+                    yield _event(chunk)
                 self._remember(body, weights, [*prompt, *answer])
-            usage = {
-                "prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made,
-                "prompt_tokens_details": {"cached_tokens": cached},
-                "kvloop": {
-                    "restored_tokens": 0, "ram_tokens": cached, "computed_tokens": len(prompt) - cached,
-                    "generated_tokens": made, "fidelity": "exact", "weights_id": self.script.weights_told or weights,
-                    "ttft_ms": 1.0, "spans": [{"start": 0, "end": cached, "source": "ram", "weights_id": weights}],
-                },
-            }  # fmt: skip
+            usage = self._usage(prompt, cached, made, weights, whole=True)
             yield _event(
                 {"id": "cmpl", "object": "text_completion", "model": body["model"], "choices": [], "usage": usage}
             )
@@ -223,6 +218,24 @@ class FakeWorker:
                 self.seen.finished += 1
             else:
                 self.seen.aborted += 1
+
+    def _usage(self, prompt: list[int], cached: int, made: int, weights: str, *, whole: bool) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+        ends = {"ram": cached, "computed": len(prompt), "generated": len(prompt) + made}
+        spans, start = [], 0
+        for source, end in ends.items():
+            spans.append({"start": start, "end": end, "source": source, "weights_id": weights})
+            start = end
+        if whole:
+            usage["kvloop"] = {
+                "restored_tokens": 0, "ram_tokens": cached, "computed_tokens": len(prompt) - cached,
+                "generated_tokens": made, "fidelity": "exact", "weights_id": self.script.weights_told or weights,
+                "ttft_ms": 1.0, "spans": spans,
+            }  # fmt: skip
+        return usage
 
     def _chunk(self, body: dict[str, Any], index: int, tokens: list[int], weights: str, reason: str | None) -> Any:
         logprobs = None

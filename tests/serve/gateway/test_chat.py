@@ -9,7 +9,7 @@ import pytest
 
 from serve.gateway.text import TextCodec
 from tests.serve.gateway.conftest import RunningGateway
-from tests.serve.gateway.fake_worker import BASE_NAME, END, FakeWorker
+from tests.serve.gateway.fake_worker import BASE_NAME, BASE_WEIGHTS, END, FakeWorker
 
 pytestmark = pytest.mark.model
 HI = [{"role": "user", "content": "Hi"}]
@@ -157,6 +157,47 @@ def test_stop_strings(
     assert f"assistant\n{expected}<|im_end|>\n<|im_start|>user\nx" in codec.vocabulary.decode(
         worker.seen.bodies[-1]["prompt"], skip_special=False
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_a_stop_string_ends_keeps_the_workers_account(
+    client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker, codec: TextCodec, stream: bool
+) -> None:
+    first = client.chat.completions.create(model="kvloop", messages=HI)
+    held: Any = {"model": "kvloop", "messages": HI, "stop": " friend", "extra_body": {"session_id": first.session_id}}
+    heard = codec.encode_plain("Hello there, friend")
+    worker.script.answer = lambda body: [*heard, *codec.encode_plain(" and so on" * 50), END]
+    if stream:
+        *_, last = client.chat.completions.create(**held, stream=True, stream_options={"include_usage": True})
+        usage = last.usage
+    else:
+        usage = client.chat.completions.create(**held).usage
+    assert usage.prompt_tokens_details.cached_tokens > 10
+    assert usage.completion_tokens == len(heard)
+    account = usage.kvloop
+    assert account["weights_id"] == BASE_WEIGHTS
+    assert account["ram_tokens"] == usage.prompt_tokens_details.cached_tokens
+    assert account["ram_tokens"] + account["computed_tokens"] == usage.prompt_tokens
+    assert account["generated_tokens"] == len(heard)
+    assert account["spans"][-1] == {
+        "start": usage.prompt_tokens, "end": usage.prompt_tokens + len(heard), "source": "generated",
+        "weights_id": BASE_WEIGHTS,
+    }  # fmt: skip
+    with gateway.journal() as journal:
+        head = journal.get_session("default", first.session_id).head_response
+        assert head is not None
+        kept = journal.get_response("default", head)
+    assert (kept.cached_tokens, kept.generated_tokens) == (account["ram_tokens"], len(heard))
+    assert kept.spans == account["spans"]
+
+
+def test_other_weights_are_noticed_also_where_a_stop_string_ends_the_turn(
+    client: openai.OpenAI, worker: FakeWorker
+) -> None:
+    worker.script.weights_told = "c" * 64
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.chat.completions.create(model="kvloop", messages=HI, stop="there")
+    assert refused.value.code == "weights_mismatch"
 
 
 def test_an_answer_cut_by_its_length_goes_on_well(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) -> None:

@@ -87,6 +87,26 @@ def test_a_stream_is_the_reply_in_pieces(worker: Worker) -> None:
         assert logprobs["top_logprobs"][0].keys() == expected["top_logprobs"][at].keys()
 
 
+def test_usage_as_it_goes(worker: Worker) -> None:
+    long = list(prompt(300))
+    complete(worker, prompt=long)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = chunks(worker, prompt=long, stream_options=options)
+    assert [piece["usage"]["completion_tokens"] for piece in pieces] == [1, 2, 3, 4, 5, 6]
+    first = pieces[0]["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 299
+    for key in ("restored_tokens", "ram_tokens", "computed_tokens", "weights_id", "ttft_ms", "fidelity"):
+        assert first["kvloop"][key] == last["usage"]["kvloop"][key]
+    for piece in pieces[1:]:
+        assert "kvloop" not in piece["usage"]
+        for key in ("prompt_tokens", "prompt_tokens_details"):
+            assert piece["usage"][key] == last["usage"][key]
+    *pieces, last = chunks(worker, prompt=[long, long[:50]], n=2, stream_options=options)
+    assert sum("kvloop" in piece["usage"] for piece in pieces) == 2
+    assert [piece["usage"]["completion_tokens"] for piece in pieces] == list(range(1, 25))
+    assert pieces[-1]["usage"]["prompt_tokens_details"] == last["usage"]["prompt_tokens_details"]
+
+
 def test_usage_comes_only_when_asked_for(worker: Worker) -> None:
     assert all(chunk["choices"] for chunk in chunks(worker))
 
