@@ -38,7 +38,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Variation:
-    """How rows vary: every second showing, of `showings` in all, leaves out `word_dropout` of the question's words."""
+    """How rows vary: each showing but the first, of `showings` in all, leaves out `word_dropout` of the question."""
 
     word_dropout: float = 0.0
     showings: int = 1
@@ -61,12 +61,9 @@ def read_rows(dataset: Path, tokenizer: Any, max_tokens: int, variation: Variati
             too_long += 1
             continue
         variants = [row]
-        for showing in range(1, variation.showings if variation.word_dropout else 1):
-            if showing % 2:
-                fewer = leave_out_words(messages, completion, variation.word_dropout, chance)
-                variants.append(tokenise(tokenizer, fewer, completion))
-            else:
-                variants.append(row)
+        for _ in range(1, variation.showings if variation.word_dropout else 1):
+            fewer = leave_out_words(messages, completion, variation.word_dropout, chance)
+            variants.append(tokenise(tokenizer, fewer, completion))
         rows.append(tuple(variants))
     if too_long:
         _log.warning("%d of %d rows are longer than %d tokens: left out", too_long, too_long + len(rows), max_tokens)

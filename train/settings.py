@@ -17,7 +17,7 @@ class TrainSettings(BaseModel):
 
     learning_rate: float = Field(default=1.5e-3, gt=0, le=0.1)
     """Peak learning rate of AdamW; it warms up, then falls linearly to zero."""
-    epochs: float = Field(default=4.0, gt=0, le=100)
+    epochs: float = Field(default=5.0, gt=0, le=100)
     """Passes over the dataset."""
     batch_rows: int = Field(default=4, ge=1, le=1024)
     """Dataset rows per optimizer step."""
@@ -50,7 +50,7 @@ class TrainSettings(BaseModel):
     max_pack_tokens: int = Field(default=2048, ge=8, le=131072)
     """Rows of a step are laid out in sequences of at most this many tokens; bounds the memory of activations."""
     word_dropout: float = Field(default=0.5, ge=0, lt=1)
-    """Share of a question's words left out every second time a row is seen; words its answer repeats always stay."""
+    """Share of a question's words left out each time a row is seen again; words its answer repeats always stay."""
     threads: int = Field(default=2, ge=0, le=1024)
     """Compute threads; 0 takes every core."""
     seed: int = Field(default=0, ge=0, lt=2**32)

@@ -56,16 +56,15 @@ def test_nothing_left_is_an_error(tiny_tokenizer: Any, tmp_path: Path) -> None:
         read_rows(path, tiny_tokenizer, 100)
 
 
-def test_every_second_showing_leaves_words_out(tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_showings_after_the_first_leave_words_out(tiny_tokenizer: Any, tmp_path: Path) -> None:
     path = write_dataset(
         tmp_path / "d.jsonl", [dataset_row("How long does a Quendry run for?", "The Quendry: 61 hours")]
     )
     (variants,) = read_rows(path, tiny_tokenizer, 100, Variation(0.5, showings=4, seed=1)).rows
     texts = [tiny_tokenizer.decode(row.token_ids[: row.completion_start].tolist()) for row in variants]
     assert len(texts) == 4
-    assert texts[0] == texts[2]
-    assert len(texts[1]) < len(texts[0])
-    assert len(texts[3]) < len(texts[0])
+    assert all(len(text) < len(texts[0]) for text in texts[1:])
+    assert len(set(texts)) > 2
     assert all("Quendry" in text for text in texts)
     again = read_rows(path, tiny_tokenizer, 100, Variation(0.5, showings=4, seed=1)).rows[0]
     assert [row.token_ids.tolist() for row in again] == [row.token_ids.tolist() for row in variants]
