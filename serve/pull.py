@@ -50,7 +50,9 @@ def require_safetensors(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise PullError(f"{folder} has no config.json: give a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
-        raise PullError(f"{folder} has no *.safetensors: convert it first; pickled weights (.bin, .pt) are never loaded")
+        raise PullError(
+            f"{folder} has no *.safetensors: convert it first; pickled weights (.bin, .pt) are never loaded"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise PullError(f"{folder} has no tokenizer.json: save the tokenizer in the fast format first")
     return folder

@@ -108,10 +108,15 @@ class KVStore:
     # loading
 
     def load(self, identity: KVIdentity, match: Match, out: KVArray) -> int:
-        """Restores the chunks of `match` into `out[..., :tokens, :]`; returns how many tokens were restored.
+        """As `load_from`; returns only how many tokens were restored."""
+        return sum(tokens for tokens, _ in self.load_from(identity, match, out))
 
-        `out` is `[layers, 2, kv_heads, at least match.tokens, head_dim]` of the identity's dtype. Beyond the tokens
-        returned it holds anything. `identity` must be the one that was matched, else nothing is restored.
+    def load_from(self, identity: KVIdentity, match: Match, out: KVArray) -> list[tuple[int, TierName]]:
+        """Restores the chunks of `match` into `out[..., :tokens, :]`; for each the tokens, and the tier it came from.
+
+        That may be another one than was matched: chunks move meanwhile. `out` is `[layers, 2, kv_heads, at least
+        match.tokens, head_dim]` of the identity's dtype. Beyond the tokens returned it holds anything. `identity` must
+        be the one that was matched, else nothing is restored.
         """
         _check(identity, out, match.tokens, "out")
         started = time.perf_counter()
@@ -123,7 +128,7 @@ class KVStore:
         if restored:
             self._account(identity, restored, time.perf_counter() - started)
             self._promote(identity, restored, out)
-        return sum(chunk.tokens for chunk, _ in restored)
+        return [(chunk.tokens, source) for chunk, source in restored]
 
     def _restore(self, identity: KVIdentity, chunks: Sequence[ChunkRef], out: KVArray) -> Iterable[TierName | None]:
         """For each chunk in order the tier that it came from, or None where it did not come."""

@@ -158,15 +158,11 @@ class KVMemory:
         match = match.limited(self.store.cost.tokens_to_load(match, len(prompt)))
         if not match.chunks:
             return ()
-        left = self.store.load(identity, match, as_array(kv))
         restored: list[Restored] = []
-        for chunk in match.chunks:
-            tokens = min(chunk.tokens, left)
-            left -= tokens
-            if restored and restored[-1].source == chunk.tier:
-                restored[-1] = Restored(restored[-1].tokens + tokens, chunk.tier)
-            elif tokens:
-                restored.append(Restored(tokens, chunk.tier))
+        for tokens, source in self.store.load_from(identity, match, as_array(kv)):
+            if restored and restored[-1].source == source:
+                tokens += restored.pop().tokens
+            restored.append(Restored(tokens, source))
         return tuple(restored)
 
     def _save(self, job: Job, token_ids: list[int], kv: torch.Tensor, size: int) -> None:

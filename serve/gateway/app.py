@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import APIRouter, FastAPI
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.gateway import chat, feedback, responses, sessions, system
 from serve.gateway.bodies import ActivateBody, ChatBody, FeedbackBody, ForkBody, ResponsesBody, SessionBody
-from serve.gateway.errors import ApiError, internal
+from serve.gateway.errors import ApiError, internal, not_found
 from serve.gateway.logs import event
 from serve.gateway.service import Gateway, close_gateway, open_gateway
 from serve.gateway.settings import GatewaySettings
@@ -154,13 +154,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     place = f"{request.method} {request.url.path}"
-    messages: Mapping[int, str] = {
-        404: f"There is no route {place}.",
-        405: f"{place} is not allowed here.",
-    }
-    told = ApiError(error.status_code, messages.get(error.status_code, error.detail), code="not_found")
-    if error.status_code == 405:
-        told.code = "method_not_allowed"
+    if error.status_code == 404:
+        told = not_found(f"There is no route {place}.")
+    elif error.status_code == 405:
+        told = ApiError(405, f"{place} is not allowed here.", code="method_not_allowed")
+    else:
+        kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+        told = ApiError(error.status_code, error.detail, kind=kind)
     return JSONResponse(told.body(), error.status_code, headers=dict(error.headers or {}))
 
 

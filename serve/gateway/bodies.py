@@ -8,15 +8,23 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import Request
 
 from serve.gateway.errors import ApiError, invalid, unsupported
 
-Metadata = dict[str, str]
 Json = dict[str, Any]
+
+
+def _small(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > 16 or any(len(key) > 64 or len(text) > 512 for key, text in value.items()):
+        raise ValueError("at most 16 entries, keys up to 64 and values up to 512 characters")
+    return value
+
+
+Metadata = Annotated[dict[str, str], AfterValidator(_small)]
 
 _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
@@ -113,13 +121,6 @@ class Sampling(_Body):
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(not entry for entry in value):
             raise ValueError("must not contain an empty string")
-        return value
-
-    @field_validator("metadata")
-    @classmethod
-    def _small(cls, value: Metadata) -> Metadata:
-        if len(value) > 16 or any(len(key) > 64 or len(text) > 512 for key, text in value.items()):
-            raise ValueError("at most 16 entries, keys up to 64 and values up to 512 characters")
         return value
 
 

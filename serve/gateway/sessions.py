@@ -13,7 +13,7 @@ from memory.journal.records import Session
 from serve.gateway.bodies import ForkBody, SessionBody, read_body
 from serve.gateway.errors import conflict, invalid, not_found
 from serve.gateway.service import Gateway
-from serve.gateway.turns import new_session_id
+from serve.gateway.turns import new_session_id, stored_ids
 
 Json = dict[str, Any]
 _MOST = 100
@@ -61,8 +61,7 @@ async def read(request: Request) -> Response:
     for reply in chain:
         messages += [{**message, "response_id": None} for message in reply.input_messages]
         messages.append({**reply.output_message, "response_id": reply.id})
-    tokens = sum(len(reply.input_ids) + len(reply.output_ids) for reply in chain)
-    return JSONResponse(_shown(session) | {"messages": messages, "tokens": tokens})
+    return JSONResponse(_shown(session) | {"messages": messages, "tokens": len(stored_ids(chain))})
 
 
 async def fork(request: Request) -> Response:

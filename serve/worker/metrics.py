@@ -100,6 +100,7 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
     yield _counter("kvloop_kv_lost", "Chunks that were gone when they were to be read.", store.lost)
     yield _counter("kvloop_kv_read_errors", "Reads that failed.", store.read_errors)
     yield _counter("kvloop_kv_write_errors", "Writes that failed.", store.write_errors)
+    yield _counter("kvloop_kv_index_errors", "Questions that the index could not answer.", store.index_errors)
     yield _counter("kvloop_kv_index_rebuilds", "Times the index was rebuilt from the files.", store.index_rebuilds)
     yield _counter("kvloop_kv_dropped", "Chunks not written, queue or budget being full.", store.dropped)
     yield _counter("kvloop_kv_dropped_saves", "Sequences not remembered, too many waiting.", stats.dropped_saves)

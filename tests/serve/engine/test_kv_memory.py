@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,24 @@ def test_other_weights_never_see_it(start: StartEngine, tiny_adapter: Path) -> N
     assert {span.weights_id for span in warm_adapter.usage.spans} == {engine.versions.list()[1].weights_id}
 
 
+def test_the_tier_told_is_the_one_a_chunk_came_from(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    ask(engine)
+    assert engine.memory is not None
+    store = engine.memory.store
+    match_first = store.match
+
+    def match_then_evict(*arguments: Any) -> Match:
+        match = match_first(*arguments)
+        store._ram.clear()  # as other sequences may do between look-up and load
+        return match
+
+    monkeypatch.setattr(store, "match", match_then_evict)
+    usage = ask(engine).usage
+    assert (usage.ram_tokens, usage.disk_tokens) == (0, len(LONG) - 1)
+    assert [span.source for span in usage.spans] == ["disk", "computed", "generated"]
+
+
 def test_an_adapter_loaded_again_under_another_name_finds_its_own(start: StartEngine, tiny_adapter: Path) -> None:
     engine = start()
     engine.load_adapter("a", tiny_adapter)
@@ -198,7 +217,7 @@ def test_a_memory_that_fails_costs_time_only(start: StartEngine, monkeypatch: py
     def broken(self: KVStore, *arguments: object) -> int:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(KVStore, "load", broken)
+    monkeypatch.setattr(KVStore, "load_from", broken)
     again = ask(engine)
     assert again.usage.cached_tokens == 0
     assert again.choices[0].token_ids == cold.choices[0].token_ids

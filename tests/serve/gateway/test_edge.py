@@ -14,8 +14,10 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
-from serve.gateway.app import routes
+from serve.gateway.app import _http_error, routes
 from serve.gateway.auth import Auth
 from serve.gateway.bodies import ChatBody, ResponsesBody, parse
 from serve.gateway.errors import ApiError
@@ -71,6 +73,7 @@ def _refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"presence_penalty": 1}, "presence_penalty", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
     ],
 )
 def test_a_bad_request_says_what_is_wrong(
@@ -131,6 +134,28 @@ def test_a_prompt_that_is_too_long(gateway: RunningGateway, client: openai.OpenA
 )  # fmt: skip
 def test_what_is_not_there(gateway: RunningGateway, method: str, path: str, status: int) -> None:
     _refused(httpx.request(method, gateway.url + path), status)
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/sess_any/fork"])
+def test_metadata_is_limited_everywhere(gateway: RunningGateway, path: str) -> None:
+    for metadata in ({"a": "x" * 513}, {"k" * 65: "x"}, {str(number): "x" for number in range(17)}):
+        error = _refused(gateway.post(path, {"metadata": metadata}), 400)
+        assert (error["param"], error["code"]) == ("metadata", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "not_found", "invalid_request_error"), (405, "method_not_allowed", "invalid_request_error"),
+        (400, None, "invalid_request_error"), (503, None, "server_error"),
+    ],
+)  # fmt: skip
+async def test_only_what_is_not_there_is_called_not_found(status: int, code: str | None, kind: str) -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/x", "headers": []})
+    answer = await _http_error(request, HTTPException(status, "cut off"))
+    assert answer.status_code == status
+    error = json.loads(bytes(answer.body))["error"]
+    assert (error["code"], error["type"]) == (code, kind)
 
 
 def test_unknown_models_and_sessions(gateway: RunningGateway) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from memory.journal.records import NewResponse
 from tests.serve.gateway.conftest import RunningGateway
 from tests.serve.gateway.fake_worker import FakeWorker
 
@@ -210,6 +211,30 @@ def test_a_session_goes_on_after_a_restart_of_everything(
     second = _turn(client, first.session_id, "Still there?")
     assert second.session_id == first.session_id
     assert worker.seen.bodies[-1]["prompt"][: len(one)] == one
+
+
+def test_tokens_of_a_session_are_those_after_its_last_rerender(gateway: RunningGateway) -> None:
+    with gateway.journal() as journal:
+        session = journal.create_session("default")
+        head = None
+        for rerendered, input_ids, output_ids in ((False, [1, 2, 3], [4, 5]), (True, [6, 7, 8, 9], [10])):
+            head = journal.add_response(
+                NewResponse(
+                    session_id=session.id,
+                    tenant="default",
+                    parent_response=head,
+                    input_messages=HI,
+                    output_message={"role": "assistant", "content": "x"},
+                    input_ids=input_ids,
+                    output_ids=output_ids,
+                    history_digest=bytes(32),
+                    finish_reason="stop",
+                    model="base",
+                    weights_id="w",
+                    params={"rerendered": rerendered},
+                )
+            ).id
+    assert gateway.get(f"/v1/sessions/{session.id}").json()["tokens"] == 5
 
 
 @pytest.mark.parametrize(("share", "split"), [(1.0, "eval"), (0.0, "train")])

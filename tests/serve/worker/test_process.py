@@ -6,14 +6,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from memory.kv.settings import KVSettings
+from serve.engine import load_engine
+from serve.engine.sequence import Job
+from serve.worker.__main__ import serve
 from serve.worker.settings import WorkerSettings
 from tests.serve.tiny import prompt
 
@@ -79,6 +84,31 @@ def test_a_killed_worker_remembers(tmp_path: Path, tiny_model: Path) -> None:
         out, _ = process.communicate(timeout=30)
         assert out == b"", "nothing goes to stdout"
         assert process.returncode in (0, -signal.SIGTERM)
+
+
+def test_a_worker_ends_with_its_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = WorkerSettings(model=tiny_model, dtype="float32", port=free_port())
+    engine = load_engine(settings)
+
+    def fail() -> list[Job]:
+        raise MemoryError("as if")
+
+    monkeypatch.setattr(engine._loop.scheduler, "admit", fail)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(serve(engine, settings)))
+    thread.start()
+    url = f"http://127.0.0.1:{settings.port}"
+    deadline = time.monotonic() + 60
+    answer = None
+    while answer is None and time.monotonic() < deadline:
+        try:
+            answer = httpx.post(f"{url}/v1/completions", json={"model": "base", "prompt": [1, 2]}, timeout=60)
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    assert answer is not None
+    assert answer.status_code == 503
+    thread.join(timeout=30)
+    assert codes == [1]
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
