@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from loop.config import Config, load
@@ -241,7 +242,7 @@ def main() -> None:
 
         if not isinstance(error, USER_ERRORS):
             raise
-        say.print(f"[red]kvloop:[/red] {error}", soft_wrap=True)
+        say.print(f"[red]kvloop:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
 
 

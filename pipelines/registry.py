@@ -124,14 +124,14 @@ class Registry:
                 if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                     raise
                 raise VersionNotFound(f"no version {version!r}: the registry has {self._numbers(client)}") from error
-            return _version(found, aliases)
+            return self._version(found, aliases)
 
     def list_versions(self) -> list[Version]:
         """Newest first."""
         aliases = self.aliases()
         with self._client() as client:
             found = client.search_model_versions(f"name = '{self._settings.model_name}'")
-            return sorted((_version(one, aliases) for one in found), key=lambda one: int(one.number), reverse=True)
+            return sorted((self._version(one, aliases) for one in found), key=lambda one: int(one.number), reverse=True)
 
     def version_path(self, version: str) -> Path:
         """The adapter folder of a version, in the artifact store itself. Raises `VersionNotFound`."""
@@ -140,6 +140,25 @@ class Registry:
     def report_path(self, version: str) -> Path:
         """The folder of a version's reports; it may be missing. Raises `VersionNotFound`."""
         return self.get_version(version).path.with_name(_REPORT)
+
+    def _version(self, found: Any, aliases: Mapping[str, str]) -> Version:
+        number = str(found.version)
+        return Version(
+            number=number,
+            path=self._at_home(_local(found.source)),
+            tags=dict(found.tags),
+            aliases=tuple(sorted(alias for alias, version in aliases.items() if version == number)),
+            created_at=found.creation_timestamp / 1000,
+        )
+
+    def _at_home(self, path: Path) -> Path:
+        """MLflow stores absolute paths, `.../<run>/artifacts/adapter`; a moved home has the files with it."""
+        here = self._artifacts / Path(*path.parts[-3:])
+        return here if here.exists() and not path.exists() else path
+
+    @property
+    def _artifacts(self) -> Path:
+        return self._settings.folder.absolute() / "artifacts"
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
@@ -176,11 +195,17 @@ class Registry:
         return found[0] if found else client.create_run(experiment, run_name=run_name, tags=dict(tags))
 
     def _experiment(self, client: Any) -> str:
-        known = client.get_experiment_by_name(self._settings.experiment)
-        if known is not None:
-            return str(known.experiment_id)
-        artifacts = (self._settings.folder.absolute() / "artifacts").as_uri()
-        return str(client.create_experiment(self._settings.experiment, artifact_location=artifacts))
+        """The experiment whose artifacts lie in this home: after a move that is another one, since MLflow fixes it."""
+        ours = self._artifacts.as_uri()
+        for name in (self._settings.experiment, f"{self._settings.experiment} in {self._settings.folder.absolute()}"):
+            known = client.get_experiment_by_name(name)
+            if known is None:
+                return str(client.create_experiment(name, artifact_location=ours))
+            if known.artifact_location == ours:
+                return str(known.experiment_id)
+        raise RegistryError(
+            f"experiment {known.name!r} keeps its artifacts in {known.artifact_location}, not in {ours}"
+        )
 
     def _ensure_model(self, client: Any) -> None:
         try:
@@ -213,17 +238,6 @@ class Registry:
     def _numbers(self, client: Any) -> str:
         found = client.search_model_versions(f"name = '{self._settings.model_name}'")
         return ", ".join(sorted((str(one.version) for one in found), key=int)) or "none yet"
-
-
-def _version(found: Any, aliases: Mapping[str, str]) -> Version:
-    number = str(found.version)
-    return Version(
-        number=number,
-        path=_local(found.source),
-        tags=dict(found.tags),
-        aliases=tuple(sorted(alias for alias, version in aliases.items() if version == number)),
-        created_at=found.creation_timestamp / 1000,
-    )
 
 
 def _local(uri: str) -> Path:

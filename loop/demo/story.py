@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from evals.suites.base import read_json_lines
 from evals.suites.perplexity import TEXTS
@@ -127,7 +128,8 @@ class Story:
         return sum(right) / len(right)
 
     def _example(self, question: str, answer: Answer) -> None:
-        self._say.print(f"  [dim]{question}[/dim]\n  [dim]{answer.models and min(answer.models)}: {answer.text}[/dim]")
+        text = " ".join(answer.text.split())
+        self._say.print(f"  [dim]{question}[/dim]\n  [dim]{min(answer.models)}: {escape(text)}[/dim]")
 
     def _converse(self) -> None:
         """Each session asks about a few products and corrects the answers, as a support agent would."""
@@ -216,7 +218,7 @@ class Story:
         measured.swap_mixed = report.mixed
         measured.swap_seconds = None if first is None else max(0.0, first - moved_at)
         for failure in report.failures[:3]:
-            self._say.print(f"  [red]failed: {failure}[/red]")
+            self._say.print(f"  [red]failed: {escape(failure)}[/red]")
         self._say.print(f"  {report.requests} requests, {len(report.failures)} failed, {report.mixed} mixed")
         return self._config.retrain.folder / outcome.run_id / "dataset"
 

@@ -111,3 +111,17 @@ def test_a_run_name_with_a_quote_is_refused(registry: Registry, adapter: Path) -
 def test_importing_the_pipelines_does_not_import_mlflow() -> None:
     code = "import sys, pipelines.registry, pipelines.settings; sys.exit('mlflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_a_moved_home_finds_its_adapters_and_registers_new_ones(tmp_path: Path) -> None:
+    before = Registry(RegistrySettings(folder=tmp_path / "old" / "mlflow"))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "manifest.json").write_text("{}")
+    before.register(adapter, {}, {}, None, "run_1")
+    (tmp_path / "old").rename(tmp_path / "new")
+    after = Registry(RegistrySettings(folder=tmp_path / "new" / "mlflow"))
+    assert (after.version_path("1") / "manifest.json").exists()
+    after.register(adapter, {}, {}, None, "run_2")
+    assert after.version_path("2").is_relative_to(tmp_path / "new")
+    assert not (tmp_path / "old").exists()
