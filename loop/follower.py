@@ -78,8 +78,8 @@ class Follower:
         Raises `RegistryError` and `httpx.HTTPError` when MLflow or the gateway cannot be asked.
         """
         wanted = wanted_by(self._registry)
-        before = self._serving()
-        if before == wanted.name:
+        before, path = self._serving()
+        if (before, path) == (wanted.name, wanted.path):
             self._refused = None
             return None
         if self._refused_lately(wanted.name):
@@ -92,15 +92,20 @@ class Follower:
             return None
         answer.raise_for_status()
         self._refused = None
+        if before == wanted.name:
+            return None
         if activation["who"] == MLFLOW_USER:
             self._remember_previous(before)
         log.info("%s serves", wanted.name)
         return wanted.name
 
-    def _serving(self) -> str:
+    def _serving(self) -> tuple[str, str | None]:
+        """Name and adapter folder of what serves; a folder that is not the alias's is that of a home since moved."""
         answer = self._client.get("/internal/versions")
         answer.raise_for_status()
-        return str(answer.json()["serving"])
+        told = answer.json()
+        paths = {version["name"]: version["path"] for version in told["versions"]}
+        return told["serving"], paths.get(told["serving"])
 
     def _refused_lately(self, name: str) -> bool:
         return self._refused is not None and (

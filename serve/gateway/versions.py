@@ -263,9 +263,22 @@ class Versions:
         if wanted.name in (BASE, base.name, self.served_name):
             raise conflict(f"'{wanted.name}' cannot name an adapter.", "name_in_use")
         if known is not None:
+            await self._note_path(known, wanted.path)
             return known
         version = None if wanted.version is None else str(wanted.version)
         return Version(wanted.name, wanted.path, version, weights_id, wanted.fingerprint or manifest.get("fingerprint"))
+
+    async def _note_path(self, version: Version, path: str) -> None:
+        """After a home was moved, the same weights lie elsewhere; the serving row must not point at the old place."""
+        if version.path == path:
+            return
+        version.path = path
+        if version.name == self._serving:
+            before = self._resident.get(self._previous or "") or await self.base()
+            state = {"fingerprint": version.fingerprint, "previous": before.record() | {"name": self._previous or BASE}}
+            await self._threads.run(
+                self._journal.set_serving, version.name, path, version.version, version.weights_id, state
+            )
 
     async def _prepare(self, target: Version) -> None:
         """Loads and proves a version on every worker that is up; at least one must be."""

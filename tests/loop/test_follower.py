@@ -38,6 +38,7 @@ class FakeGateway(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.journal = journal
         self.serving = "base"
+        self.paths: dict[str, str | None] = {}
         self.refused: dict[str, str] = {}
         self.broken = False
         self.asked: list[dict[str, Any]] = []
@@ -70,6 +71,7 @@ class FakeGateway(ThreadingHTTPServer):
             seconds=0.001,
         )
         self.serving = wanted["name"]
+        self.paths[wanted["name"]] = wanted["path"]
         return 200, {"name": self.serving}
 
 
@@ -78,7 +80,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = self.path == "/internal/versions" and self._trusted()
-        self._answer(*((200, {"serving": self.server.serving}) if known else (404, {})))
+        told = {
+            "serving": self.server.serving,
+            "versions": [{"name": n, "path": p} for n, p in self.server.paths.items()],
+        }
+        self._answer(*((200, told) if known else (404, {})))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
