@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from memory.journal.base import JournalPart, new_id, pack_ids, unpack_ids
 from memory.journal.errors import Conflict, InvalidRecord, NotFound
 from memory.journal.records import NewResponse, Response
-from memory.journal.sessions import read_session
+from memory.journal.sessions import read_session, with_forks
 from memory.journal.tables import responses, sessions
 
 
@@ -97,6 +97,18 @@ class Responses(JournalPart):
             ids += response.input_ids
             ids += response.output_ids
         return ids
+
+    def doomed_with(self, tenant: str, session_id: str) -> tuple[tuple[str, ...], list[Response]]:
+        """What `delete_session` would delete now: the sessions, and their replies, parents before children.
+
+        Raises `NotFound`.
+        """
+        with self._reading() as connection:
+            read_session(connection, tenant, session_id)
+            doomed = with_forks(connection, tenant, session_id)
+            theirs = and_(responses.c.tenant == tenant, responses.c.session_id.in_(doomed))
+            rows = connection.execute(select(responses).where(theirs).order_by(responses.c.number)).all()
+        return tuple(doomed), [response_from(row) for row in rows]
 
     def find_by_history(self, tenant: str, history_digest: bytes) -> Response | None:
         """The newest reply whose rendered history, itself included, has this digest."""

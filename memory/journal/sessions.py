@@ -97,7 +97,7 @@ class Sessions(JournalPart):
         now = self._clock()
         with self._writing() as connection:
             read_session(connection, tenant, session_id)
-            doomed = _with_forks(connection, tenant, session_id)
+            doomed = with_forks(connection, tenant, session_id)
             counts = []
             for table in (feedback, responses):
                 theirs = and_(table.c.tenant == tenant, table.c.session_id.in_(doomed))
@@ -125,7 +125,7 @@ def _owner(connection: Connection, tenant: str, response_id: str) -> Session:
     return read_session(connection, tenant, session_id)
 
 
-def _with_forks(connection: Connection, tenant: str, session_id: str) -> list[str]:
+def with_forks(connection: Connection, tenant: str, session_id: str) -> list[str]:
     """The session, and every live session whose chain of replies passes through it, nearest first."""
     found = [session_id]
     frontier = [session_id]

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from memory.kv.codec.base import KVArray
 from memory.kv.codec.factory import codec_named
 from memory.kv.cost import CostModel
 from memory.kv.counters import Counters
+from memory.kv.forget import Doomed, Forgotten, keys_holding
 from memory.kv.identity import Chain, KVIdentity, TokenIds, key_of
 from memory.kv.match import ChunkRef, Match, find_prefix
 from memory.kv.settings import KVSettings
@@ -271,12 +273,28 @@ class KVStore:
         Raises `OSError` or `sqlite3.Error` when the disk keeps them: a deletion must not fail unseen.
         Another process that has the folder open may hold copies in its RAM.
         """
-        wanted = list(set(keys))
-        self._unlearn(wanted)
+        removed = self._forget(set(keys))
+        return removed.disk if self._disk else removed.ram
+
+    def forget_tokens(self, doomed: Sequence[Doomed]) -> Forgotten:
+        """Deletes every chunk that holds these sequences, whatever version or tenant computed it, from every tier of
+        this process and of the folder; `keys_holding` says which. Refused files cannot be told apart: all of them go.
+
+        Raises as `forget` does. What is saved while this runs may stay.
+        """
+        chunks = self._ram.held()
         if self._writer is not None:
-            self._writer.cancel(wanted)
-        removed = self._ram.forget(wanted)
-        return self._disk.forget(wanted) if self._disk else removed
+            chunks += self._writer.held()
+        if self._disk is not None:
+            chunks += self._disk.held()  # after the writer's: a chunk that moves meanwhile is seen at least once
+        removed = self._forget(keys_holding(chunks, doomed))
+        return replace(removed, quarantined=self._disk.empty_quarantine() if self._disk else 0)
+
+    def _forget(self, keys: set[bytes]) -> Forgotten:
+        waiting = self._writer.cancel(keys) if self._writer is not None else 0
+        self._unlearn(keys)  # afterwards: what was being written is known by now
+        ram = self._ram.forget(keys)
+        return Forgotten(ram=ram, waiting=waiting, disk=self._disk.forget(keys) if self._disk else 0)
 
     def clear(self) -> None:
         """Deletes everything. Raises as `forget` does."""

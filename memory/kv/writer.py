@@ -15,8 +15,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from memory.kv.forget import Held
 from memory.kv.tiers.base import ChunkData, Stored
-from memory.kv.tiers.ram import stored
+from memory.kv.tiers.ram import held, stored
 
 logger = logging.getLogger(__name__)
 Use = tuple[bytes, float, int]
@@ -87,21 +88,27 @@ class Writer:
             waiting = [stored(chunk) for chunk in reversed(self._chunks.values()) if chunk.parent == parent]
         return waiting[:limit]
 
+    def held(self) -> list[Held]:
+        """Every chunk that still waits."""
+        with self._changed:
+            return [held(chunk) for chunk in self._chunks.values()]
+
     @property
     def waiting_bytes(self) -> int:
         """Raw KV that waits."""
         with self._changed:
             return self._bytes
 
-    def cancel(self, keys: Iterable[bytes] | None = None) -> None:
-        """Forgets chunks that wait (all, by default); returns when none of them is being written any more."""
+    def cancel(self, keys: Iterable[bytes] | None = None) -> int:
+        """Forgets chunks that wait (all, by default); returns how many, when none of them is being written any more."""
         with self._changed:
             wanted = set(self._chunks) if keys is None else set(keys)
-            for key in wanted & set(self._chunks):
-                if key != self._busy:
-                    self._bytes -= self._chunks.pop(key).kv.nbytes
+            waiting = [key for key in wanted & set(self._chunks) if key != self._busy]
+            for key in waiting:
+                self._bytes -= self._chunks.pop(key).kv.nbytes
             self._changed.wait_for(lambda: self._busy not in wanted)
             self._changed.notify_all()
+            return len(waiting)
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing is left to write; False when it takes longer than `timeout` seconds."""

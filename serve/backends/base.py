@@ -28,6 +28,10 @@ class WorkerRejected(WorkerError):
         self.message = message
 
 
+class NotSupported(WorkerError):
+    """The worker has no such endpoint: it is a server of another kind."""
+
+
 class Overloaded(WorkerError):
     """The worker's queue is full; `retry_after` is in seconds."""
 

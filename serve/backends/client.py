@@ -15,6 +15,7 @@ from serve.backends.base import (
     CompletionRequest,
     Delta,
     ModelNotFound,
+    NotSupported,
     Overloaded,
     TokenLogprob,
     Usage,
@@ -26,6 +27,7 @@ from serve.backends.base import (
 )
 
 _TOKEN_PREFIX = "token_id:"
+_FORGET_SECONDS = 90.0
 
 
 class CompletionsClient:
@@ -121,6 +123,18 @@ class CompletionsClient:
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter. Raises `ModelNotFound` or `WorkerRejected` when there is none of this name."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def forget(self, prompts: Sequence[Sequence[int]], keep: Sequence[int], cache_salt: str) -> Mapping[str, int]:
+        """Removes the KV of these token ids from the worker's memory, but for the first `keep` of each.
+
+        Returns how many chunks went from where. Raises `NotSupported` for a worker without this endpoint.
+        """
+        body = {"prompts": [list(ids) for ids in prompts], "keep_tokens": list(keep), "cache_salt": cache_salt}
+        try:
+            chunks: Mapping[str, int] = (await self._post("/v1/kv/forget", body, _FORGET_SECONDS))["chunks"]
+        except ModelNotFound as error:
+            raise NotSupported(f"worker {self.url} cannot forget") from error
+        return chunks
 
     async def models(self) -> list[WorkerModel]:
         """The base first, then the loaded adapters."""

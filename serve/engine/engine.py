@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from memory.kv.forget import Doomed, Forgotten
 from serve.engine.adapters import read_adapter
 from serve.engine.errors import EngineError, InvalidRequest, WeightsError
 from serve.engine.kv_memory import KVMemory, open_memory
@@ -140,6 +141,19 @@ class Engine:
         Raises `VersionNotFound`, or `AdapterError` for the base.
         """
         return self.versions.retire(name)
+
+    def forget(self, prompts: Many[Many[int]], keep: Many[int], cache_salt: str) -> Forgotten:
+        """Removes the KV of these token ids from memory, but for the first `keep` of each, whatever computed it.
+
+        Raises `InvalidRequest`, or `EngineError` where memory cannot be made to forget.
+        """
+        if len(prompts) != len(keep):
+            raise InvalidRequest(f"keep_tokens has {len(keep)} entries for {len(prompts)} prompts: give one for each")
+        try:
+            doomed = [Doomed.of(ids, first) for ids, first in zip(prompts, keep, strict=True)]
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        return self.memory.forget(doomed, cache_salt) if self.memory is not None else Forgotten()
 
     def close(self) -> None:
         """Fails what is still in flight, writes out what memory was given, and ends the engine's threads."""

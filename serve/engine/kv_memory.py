@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import sqlite3
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from memory.kv.identity import LAYOUT, KVIdentity
+from memory.kv.forget import Doomed, Forgotten
+from memory.kv.identity import LAYOUT, KVIdentity, pack_ids
 from memory.kv.stats import KVStats
 from memory.kv.store import KVStore
+from serve.engine.errors import EngineError
 from serve.engine.sequence import Job, Restored, Sequence
 from serve.engine.settings import EngineSettings
 from serve.engine.versions import Version
 
 log = logging.getLogger(__name__)
 LEAST_OBSERVED_TOKENS = 64  # shorter prefills say more about a step's fixed cost than about prefill speed
+
+FORGET_SECONDS = 60.0
+DELETION_BYTES = 1 << 26  # of token ids that are kept of deletions; the oldest have no request left that ran then
 
 Deliver = Callable[[Job, tuple[Restored, ...]], None]
 
@@ -37,6 +47,26 @@ class MemoryStats:
     store: KVStats
     rates: dict[str, float | None]
     dropped_saves: int
+
+
+@dataclass(frozen=True)
+class _Deletion:
+    """What was forgotten, and when: requests that ran at that time must not bring it back."""
+
+    at: float
+    doomed: tuple[Doomed, ...]
+    cache_salt: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(sequence.ids) for sequence in self.doomed)
+
+    def covers(self, job: Job, token_ids: list[int]) -> bool:
+        """Whether the job began before this deletion and holds what was deleted."""
+        if job.submitted_at > self.at or job.request.cache_salt != self.cache_salt:
+            return False
+        ids = pack_ids(token_ids).tobytes()
+        return any(sequence.is_held_by(0, ids) for sequence in self.doomed)
 
 
 def open_memory(settings: EngineSettings) -> KVMemory | None:
@@ -81,6 +111,7 @@ class KVMemory:
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._dropped_saves = 0
+        self._deletions: deque[_Deletion] = deque()
         self._thread = threading.Thread(target=self._run, name="kv-memory", daemon=True)
         self._thread.start()
 
@@ -119,6 +150,18 @@ class KVMemory:
         if tokens >= LEAST_OBSERVED_TOKENS:
             self.store.cost.observe_prefill(tokens, seconds)
 
+    def forget(self, doomed: Many[Doomed], cache_salt: str) -> Forgotten:
+        """Removes what holds these sequences from every tier; requests of the tenant that run now do not save them.
+
+        Waits, after saves that were asked for before. Raises `EngineError` where it cannot be done.
+        """
+        done: Future[Forgotten] = Future()
+        self._tasks.put(partial(self._forget, _Deletion(time.monotonic(), tuple(doomed), cache_salt), done))
+        try:
+            return done.result(FORGET_SECONDS)
+        except (OSError, sqlite3.Error, TimeoutError) as error:
+            raise EngineError(f"KV memory cannot forget: {error or type(error).__name__}") from error
+
     def stats(self) -> MemoryStats:
         """Returns what memory holds and did."""
         return MemoryStats(self.store.stats(), self.store.cost.rates(), self._dropped_saves)
@@ -141,6 +184,16 @@ class KVMemory:
                 task()
             except Exception:  # memory may cost time, never an answer: later tasks still run
                 log.exception("KV memory failed at a task; what it was to restore is computed")
+
+    def _forget(self, deletion: _Deletion, done: Future[Forgotten]) -> None:
+        self._deletions.append(deletion)
+        while len(self._deletions) > 1 and sum(entry.bytes for entry in self._deletions) > DELETION_BYTES:
+            self._deletions.popleft()
+        try:
+            done.set_result(self.store.forget_tokens(deletion.doomed))
+        except Exception as error:
+            done.set_exception(error)
+            raise
 
     def _restore(self, job: Job, kv: torch.Tensor, deliver: Deliver) -> None:
         restored: tuple[Restored, ...] = ()
@@ -167,6 +220,8 @@ class KVMemory:
 
     def _save(self, job: Job, token_ids: list[int], kv: torch.Tensor, size: int) -> None:
         try:
+            if any(deletion.covers(job, token_ids) for deletion in self._deletions):
+                return
             identity = identity_of(job.version, job.request.cache_salt)
             self.store.save(identity, token_ids, as_array(kv)[:, :, :, : len(token_ids)])
         finally:

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from memory.journal.errors import NotFound
 from memory.journal.records import Response as Reply
 from serve.gateway.bodies import ResponsesBody, read_body
-from serve.gateway.errors import conflict, not_found
+from serve.gateway.deletion import delete_session
+from serve.gateway.errors import not_found
 from serve.gateway.generate import logprob_entries
 from serve.gateway.output import Piece
 from serve.gateway.service import Gateway, Turn
@@ -56,24 +57,9 @@ async def delete(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     tenant = gateway.auth.tenant(request)
     reply = await _stored(gateway, tenant, request.path_params["response_id"])
-    busy = gateway.turns.busy
-    if not busy.acquire(tenant, reply.session_id):
-        raise conflict(f"A turn is running in session '{reply.session_id}'; delete it afterwards.", "session_busy")
 
-    def remove() -> None:
-        others = [entry for entry in gateway.journal.list_responses(tenant, reply.session_id) if entry.id != reply.id]
-        if others or reply.parent_response is not None:
-            raise conflict(
-                f"Response '{reply.id}' is one of several in session '{reply.session_id}', whose memory is made of "
-                f"them: delete the session (DELETE /v1/sessions/{reply.session_id}).", "response_in_session",
-            )  # fmt: skip
-        gateway.journal.delete_session(tenant, reply.session_id)
-
-    try:
-        await gateway.threads.run(remove)
-    finally:
-        busy.release(tenant, reply.session_id)
-    return JSONResponse({"id": reply.id, "object": "response", "deleted": True})
+    receipt = await delete_session(gateway, tenant, reply.session_id, only=reply.id)
+    return JSONResponse({"id": reply.id, "object": "response", "deleted": True, "receipt": receipt})
 
 
 async def _stored(gateway: Gateway, tenant: str, response_id: str) -> Reply:

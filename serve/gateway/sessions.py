@@ -11,7 +11,8 @@ from memory.journal.errors import NotFound
 from memory.journal.records import Response as Reply
 from memory.journal.records import Session
 from serve.gateway.bodies import ForkBody, SessionBody, read_body
-from serve.gateway.errors import conflict, invalid, not_found
+from serve.gateway.deletion import delete_session
+from serve.gateway.errors import invalid, not_found
 from serve.gateway.service import Gateway
 from serve.gateway.turns import new_session_id, stored_ids
 
@@ -93,23 +94,11 @@ async def fork(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Removes a session's words; the receipt names what had already learned from them."""
+    """Removes a session's words and their KV; the receipt names what had already learned from them."""
     gateway: Gateway = request.app.state.gateway
     tenant, session_id = gateway.auth.tenant(request), request.path_params["session_id"]
-    busy = gateway.turns.busy
-    if not busy.acquire(tenant, session_id):
-        raise conflict(f"A turn is running in session '{session_id}'; delete it afterwards.", "session_busy")
-    try:
-        receipt = await gateway.threads.run(gateway.journal.delete_session, tenant, session_id)
-    except NotFound as error:
-        raise _missing(session_id) from error
-    finally:
-        busy.release(tenant, session_id)
-    kept = {
-        "deleted_at": receipt.deleted_at, "sessions": list(receipt.sessions), "responses": receipt.responses,
-        "feedback": receipt.feedback, "datasets": list(receipt.datasets), "versions": list(receipt.versions),
-    }  # fmt: skip
-    return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True, "receipt": kept})
+    receipt = await delete_session(gateway, tenant, session_id)
+    return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True, "receipt": receipt})
 
 
 def _shown(session: Session) -> Json:

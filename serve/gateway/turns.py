@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,16 +29,19 @@ _BOUNDARIES = 32
 
 
 class Busy:
-    """The sessions in which a turn runs, by tenant and id. Thread-safe."""
+    """The sessions in which a turn runs, those whose replies a running turn goes on from, and those that are being
+    deleted, by tenant and id. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: set[tuple[str, str]] = set()
+        self._read: Counter[tuple[str, str]] = Counter()
+        self._closed: set[tuple[str, str]] = set()
         self._guard = threading.Lock()
 
     def acquire(self, tenant: str, session_id: str) -> bool:
         """Whether the session was free and is now held."""
         with self._guard:
-            if (tenant, session_id) in self._held:
+            if (tenant, session_id) in self._held | self._closed:
                 return False
             self._held.add((tenant, session_id))
             return True
@@ -47,14 +51,43 @@ class Busy:
         with self._guard:
             self._held.discard((tenant, session_id))
 
+    def read(self, tenant: str, session_id: str) -> bool:
+        """Whether a turn may go on from a reply of the session; it is not deleted until `done_reading`."""
+        with self._guard:
+            if (tenant, session_id) in self._closed:
+                return False
+            self._read[tenant, session_id] += 1
+            return True
+
+    def done_reading(self, tenant: str, session_id: str) -> None:
+        """Once for each `read` that was granted."""
+        with self._guard:
+            self._read[tenant, session_id] -= 1
+            self._read += Counter()  # drops zeros
+
+    def close(self, tenant: str, sessions: Iterable[str]) -> bool:
+        """Whether nothing runs in these sessions or from them; nothing can begin to then until `open`."""
+        wanted = {(tenant, session_id) for session_id in sessions}
+        with self._guard:
+            if wanted & (self._held | self._closed | self._read.keys()):
+                return False
+            self._closed |= wanted
+            return True
+
+    def open(self, tenant: str, sessions: Iterable[str]) -> None:
+        """Ends `close`."""
+        with self._guard:
+            self._closed -= {(tenant, session_id) for session_id in sessions}
+
 
 class _Hold:
-    """What one plan holds while it is made: at most one session."""
+    """What one plan holds while it is made: at most one session to run in, and one to go on from."""
 
     def __init__(self, busy: Busy, tenant: str) -> None:
         self._busy = busy
         self._tenant = tenant
         self._session: str | None = None
+        self._reads: str | None = None
 
     def take(self, session_id: str) -> bool:
         """Whether the session was free and is now held."""
@@ -63,11 +96,19 @@ class _Hold:
             self._session = session_id
         return free
 
+    def read(self, session_id: str) -> None:
+        """Keeps a session from being deleted. Raises `ApiError` 409 when it is being deleted."""
+        if not self._busy.read(self._tenant, session_id):
+            raise conflict(f"Session '{session_id}' is being deleted.", "session_busy")
+        self._reads = session_id
+
     def drop(self) -> None:
         """Frees what is held."""
         if self._session is not None:
             self._busy.release(self._tenant, self._session)
-            self._session = None
+        if self._reads is not None:
+            self._busy.done_reading(self._tenant, self._reads)
+        self._session = self._reads = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +134,8 @@ class Plan:
     """Whether `commit` must create the session first (a new one, or a fork of `fork_of`)."""
     fork_of: str | None
     parent: str | None
+    reads: str | None = None
+    """The session of `parent`, where the turn keeps it from being deleted."""
     history: list[Json]
     """All messages before the new ones."""
     new: list[Json]
@@ -158,6 +201,8 @@ class Turns:
         """Lets the next turn of the session run. Must be called once for each plan, whatever became of it."""
         if plan.asked.store and plan.session_id is not None:
             self.busy.release(plan.asked.tenant, plan.session_id)
+        if plan.reads is not None:
+            self.busy.done_reading(plan.asked.tenant, plan.reads)
 
     def commit(self, plan: Plan, replies: Sequence[Reply]) -> list[Response]:
         """Journals the choices of a turn; the session goes on from the first. On disk when this returns.
@@ -200,16 +245,18 @@ class Turns:
             # The client went back to an earlier reply of this session: that is another conversation from there.
             return self._fork(asked, matched[0], matched[1], "session", hold)
         new = matched[1] if matched is not None and matched[0].id == head.id else asked.messages
-        return self._continue(asked, head, new, "session", session_id=session_id, create=False, fork_of=None)
+        return self._continue(asked, head, new, "session", hold, session_id=session_id, create=False, fork_of=None)
 
     def _after(self, asked: Asked, parent: Response, new: list[Json], found: History, hold: _Hold) -> Plan:
         """Continues from a reply: in its session when it is the latest there and no turn runs, else in a fork."""
         if not asked.store:
-            return self._continue(asked, parent, new, found, session_id=None, create=False, fork_of=None)
+            return self._continue(asked, parent, new, found, hold, session_id=None, create=False, fork_of=None)
         if hold.take(parent.session_id):
             session = self._journal.get_session(asked.tenant, parent.session_id)
             if session.head_response == parent.id:
-                return self._continue(asked, parent, new, found, session_id=session.id, create=False, fork_of=None)
+                return self._continue(
+                    asked, parent, new, found, hold, session_id=session.id, create=False, fork_of=None
+                )
             hold.drop()
         return self._fork(asked, parent, new, found, hold)
 
@@ -217,7 +264,7 @@ class Turns:
         hold.drop()
         session_id = new_session_id() if asked.store else None
         return self._continue(
-            asked, parent, new, found, session_id=session_id, create=asked.store, fork_of=parent.session_id
+            asked, parent, new, found, hold, session_id=session_id, create=asked.store, fork_of=parent.session_id
         )
 
     def _first(self, asked: Asked, found: History, session_id: str | None, *, create: bool) -> Plan:
@@ -232,11 +279,14 @@ class Turns:
         parent: Response,
         new: list[Json],
         found: History,
+        hold: _Hold,
         *,
         session_id: str | None,
         create: bool,
         fork_of: str | None,
     ) -> Plan:
+        if asked.store:  # else the worker keeps nothing of it either
+            hold.read(parent.session_id)
         chain = self._journal.chain(parent.id)
         history = conversation(chain)
         new = _without_repeated_system(history, new)
@@ -250,7 +300,8 @@ class Turns:
             delta = self._codec.next_turn(history, new, known[-1])
         return Plan(
             asked=asked, found=found, session_id=session_id, create=create, fork_of=fork_of, parent=parent.id,
-            history=history, new=new, known_ids=known, new_ids=delta, rerendered=rerender,
+            reads=parent.session_id if asked.store else None, history=history,
+            new=new, known_ids=known, new_ids=delta, rerendered=rerender,
         )  # fmt: skip
 
     def _match(self, asked: Asked) -> tuple[Response, list[Json]] | None:

@@ -99,6 +99,17 @@ class CompletionBody(Body):
         return [Request(self.model, prompt, sampling, self.cache_salt, save) for prompt in self.prompts]
 
 
+class ForgetBody(Body):
+    """`POST /v1/kv/forget`."""
+
+    prompts: list[list[int]]
+    """Token sequences whose KV is to be forgotten, by whatever version it was computed."""
+    keep_tokens: list[int] | None = None
+    """For each prompt, how many of its first tokens may stay, because others still need them; none when null."""
+    cache_salt: str = ""
+    """Secret of the tenant: its requests that run now will not save these sequences when they end."""
+
+
 class LoadAdapterBody(Body):
     """`POST /v1/load_lora_adapter`."""
 

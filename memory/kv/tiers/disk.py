@@ -24,6 +24,7 @@ from memory.kv.chunk import BadChunk, ChunkHeader, pack_chunk
 from memory.kv.codec.base import CodecError, KVArray
 from memory.kv.codec.factory import codec_named
 from memory.kv.counters import Counters
+from memory.kv.forget import Held
 from memory.kv.identity import KVIdentity, key_of
 from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
@@ -346,13 +347,28 @@ class DiskTier:
 
     # upkeep
 
+    def held(self) -> list[Held]:
+        """Every chunk of the folder, also one whose writer was killed before it was entered. Raises as `forget`."""
+        self.maintain()
+        with self._exclusive():
+            self._agree(self._index, may_write=True)
+            return self._index.held()
+
     def forget(self, keys: Iterable[bytes]) -> int:
         """Deletes chunks; returns how many there were. Raises `OSError` or `sqlite3.Error`: it must not fail unseen."""
         wanted = list(set(keys))
         with self._exclusive():
             for key in wanted:
                 self._folder.forget(key)
-            return self._index.remove(wanted)
+            self._folder.sync(wanted)
+            removed = self._index.remove(wanted)
+            self._index.scrub()
+            return removed
+
+    def empty_quarantine(self) -> int:
+        """Deletes the refused files, which may hold anybody's words; returns how many. Raises as `forget`."""
+        with self._exclusive():
+            return self._folder.empty_quarantine()
 
     def clear(self) -> None:
         """Deletes all chunks. Raises as `forget` does."""

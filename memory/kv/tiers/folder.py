@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,20 @@ class ChunkFolder:
         """Deletes the chunk's file wherever it lies."""
         self.delete(key)
         (self._quarantine / f"{key.hex()}{SUFFIX}").unlink(missing_ok=True)
+
+    def sync(self, keys: Iterable[bytes]) -> None:
+        """Makes the deletion of these chunks' files last, also through a power cut."""
+        folders = {self.path(key).parent for key in keys} | {self._quarantine}
+        for folder in folders:
+            if folder.is_dir():
+                sync_folder(folder)
+
+    def empty_quarantine(self) -> int:
+        """Deletes all refused files; returns how many there were."""
+        files = [path for path in self._quarantine.glob("*") if path.is_file()]
+        for path in files:
+            path.unlink(missing_ok=True)
+        return len(files)
 
     def clear(self) -> None:
         """Deletes all files."""

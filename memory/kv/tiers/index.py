@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memory.kv.codec.factory import CODECS
+from memory.kv.forget import Held
 from memory.kv.tiers.base import Stored
 
 SCHEMA_VERSION = 1
@@ -117,6 +118,7 @@ class Index:
     def _prepare(self) -> None:
         self._writer.execute("PRAGMA journal_mode = WAL")
         self._writer.execute("PRAGMA synchronous = NORMAL")
+        self._writer.execute("PRAGMA secure_delete = ON")  # token ids are words: what is struck out is overwritten
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, SCHEMA_VERSION):
             raise IndexDamaged(f"index has schema {version}, this program uses {SCHEMA_VERSION}")
@@ -168,6 +170,10 @@ class Index:
         """All keys, with the size of each one's file."""
         return dict(self._read("SELECT key, bytes FROM chunks", ()))
 
+    def held(self) -> list[Held]:
+        """Every chunk that is entered, with its token ids."""
+        return [Held(*row) for row in self._read("SELECT key, parent, start, ids FROM chunks", ())]
+
     def totals(self) -> tuple[int, int, int]:
         """Chunks, tokens and bytes."""
         query = "SELECT COUNT(*), COALESCE(SUM(tokens), 0), COALESCE(SUM(bytes), 0) FROM chunks"
@@ -203,6 +209,11 @@ class Index:
         """Strikes chunks out; returns how many were entered."""
         with self._transaction() as writer:
             return writer.executemany("DELETE FROM chunks WHERE key = ?", [(key,) for key in keys]).rowcount
+
+    def scrub(self) -> None:
+        """Empties the log, so that nothing of rows that were struck out is left in the files."""
+        with self._write_lock:
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> list[bytes]:
         """Records uses: key, time, and how many of them were hits. A chunk that is hit is no longer superseded.

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from memory.kv.forget import Held
 from memory.kv.tiers.base import ChunkData, Stored, TierStats
 
 
@@ -88,6 +89,11 @@ class RamTier:
                     self._chunks[key] = replace(self._chunks[key], stamp=0.0)
                     self._chunks.move_to_end(key, last=False)
 
+    def held(self) -> list[Held]:
+        """Every chunk that is here."""
+        with self._lock:
+            return [held(chunk) for chunk in self._chunks.values()]
+
     def forget(self, keys: Iterable[bytes]) -> int:
         """Drops these chunks; returns how many were here."""
         with self._lock:
@@ -116,6 +122,11 @@ class RamTier:
         children.discard(key)
         if not children:
             del self._children[chunk.parent]
+
+
+def held(chunk: ChunkData) -> Held:
+    """How a chunk in memory is listed."""
+    return Held(chunk.key, chunk.parent, chunk.start, chunk.ids.tobytes())
 
 
 def stored(chunk: ChunkData) -> Stored:

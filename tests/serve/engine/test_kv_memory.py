@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from memory.kv.match import Match
 from memory.kv.settings import KVSettings
 from memory.kv.store import KVStore
 from serve.engine.engine import Engine
+from serve.engine.errors import InvalidRequest
 from serve.engine.kv_memory import as_array, identity_of
 from serve.engine.model import Decoder, Run
-from serve.engine.request import Completion, Request, Sampling
+from serve.engine.request import Completion, DoneEvent, Event, FailedEvent, Request, Sampling
 from tests.serve.tiny import prompt
 
 StartEngine = Callable[..., Engine]
@@ -150,6 +152,37 @@ def test_the_tier_told_is_the_one_a_chunk_came_from(start: StartEngine, monkeypa
     usage = ask(engine).usage
     assert (usage.ram_tokens, usage.disk_tokens) == (0, len(LONG) - 1)
     assert [span.source for span in usage.spans] == ["disk", "computed", "generated"]
+
+
+def test_forgetting_reaches_every_version_and_what_still_runs(start: StartEngine, tiny_adapter: Path) -> None:
+    engine = start()
+    engine.load_adapter("v1", tiny_adapter)
+    ask(engine)
+    ask(engine, model="v1")
+    engine.unload_adapter("v1")
+    assert engine.memory is not None
+    ended = threading.Event()
+    begun = threading.Event()
+
+    def listen(event: Event) -> None:
+        begun.set()
+        if isinstance(event, DoneEvent | FailedEvent):
+            ended.set()
+
+    slow = replace(GREEDY, max_tokens=300)
+    engine.submit([Request("base", LONG, slow)], listen)
+    assert begun.wait(20)
+    assert not ended.is_set()
+    gone = engine.forget([LONG], [0], "")
+    assert gone.disk >= 2 * len(LONG) // 32
+    assert ended.wait(60)
+    assert engine.memory.flush(20)
+    stats = engine.memory.stats().store
+    assert (stats.ram.chunks, stats.disk.chunks) == (0, 0), "a request that ran meanwhile does not bring it back"
+    assert ask(engine).usage.cached_tokens == 0
+    assert ask(engine).usage.cached_tokens == len(LONG) - 1, "what is said afterwards is remembered"
+    with pytest.raises(InvalidRequest, match="token ids"):
+        engine.forget([[-1]], [0], "")
 
 
 def test_an_adapter_loaded_again_under_another_name_finds_its_own(start: StartEngine, tiny_adapter: Path) -> None:

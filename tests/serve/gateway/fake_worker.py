@@ -44,6 +44,8 @@ class Script:
     weights_told: str | None = None
     """Weights id to claim in usage instead of the true one."""
     load_seconds: float = 0.0
+    forget_status: int = 200
+    """404 is a worker of another kind."""
     wrong_weights: bool = False
     """Loads adapters without applying them."""
 
@@ -57,6 +59,7 @@ class Seen:
     aborted: int = 0
     loads: list[str] = field(default_factory=list)
     unloads: list[str] = field(default_factory=list)
+    forgotten: list[dict[str, Any]] = field(default_factory=list)
 
 
 class FakeWorker:
@@ -117,6 +120,7 @@ class FakeWorker:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
+                Route("/v1/kv/forget", self._forget, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
             ]
@@ -150,6 +154,21 @@ class FakeWorker:
         del self._adapters[name]
         self.seen.unloads.append(name)
         return PlainTextResponse("ok")
+
+    async def _forget(self, request: Request) -> Response:
+        if self.script.forget_status != 200:
+            return _error(self.script.forget_status, "as scripted")
+        body = await request.json()
+        self.seen.forgotten.append(body)
+        gone = 0
+        for known in self._known.values():
+            doomed = [ids for ids in known if any(ids[: len(prompt)] == prompt for prompt in body["prompts"])]
+            for ids in doomed:
+                known.remove(ids)
+            gone += len(doomed)
+        return JSONResponse(
+            {"object": "kv.forgotten", "chunks": {"ram": gone, "waiting": 0, "disk": 0, "quarantined": 0}}
+        )
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()
