@@ -133,5 +133,15 @@ def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], 
             stop=[" "],
         )
         assert " " not in stopped.choices[0].message.content
+        account = stopped.usage.kvloop
+        assert account["weights_id"] == first.usage.kvloop["weights_id"]
+        assert account["generated_tokens"] == stopped.usage.completion_tokens
+        assert account["spans"][-1]["end"] == stopped.usage.total_tokens
         # The worker has given back every slot.
         _until(lambda: gateway.get("/v1/kvloop/status").json()["workers"][0]["in_flight"] == 0)
+        # What is deleted leaves KV memory as well, the turn that was left at its stop string included.
+        for name in (session, stopped.session_id):
+            (told,) = gateway.delete(f"/v1/sessions/{name}").json()["receipt"]["kv"]
+            assert told["status"] == "forgotten"
+            assert told["chunks"]["ram"] + told["chunks"]["waiting"] + told["chunks"]["disk"] > 0
+        assert list(worker.kv_folder.rglob("*.kv")) == []
