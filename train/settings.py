@@ -17,17 +17,17 @@ class TrainSettings(BaseModel):
 
     learning_rate: float = Field(default=1.5e-3, gt=0, le=0.1)
     """Peak learning rate of AdamW; it warms up, then falls linearly to zero."""
-    epochs: float = Field(default=5.0, gt=0, le=100)
+    epochs: float = Field(default=7.0, gt=0, le=100)
     """Passes over the dataset."""
     batch_rows: int = Field(default=4, ge=1, le=1024)
     """Dataset rows per optimizer step."""
-    rank: int = Field(default=16, ge=1, le=512)
+    rank: int = Field(default=8, ge=1, le=512)
     """Rank of the LoRA matrices on all seven projections of a layer."""
-    alpha: float = Field(default=32.0, gt=0, le=4096)
+    alpha: float = Field(default=16.0, gt=0, le=4096)
     """LoRA scale: the update is multiplied by alpha / rank."""
     layers_from: int | None = Field(default=None, ge=0)
     """First layer that is trained; KV of the layers below stays exactly valid. None: four tenths up the stack."""
-    kl_weight: float = Field(default=1.0, ge=0, le=100)
+    kl_weight: float = Field(default=3.0, ge=0, le=100)
     """Weight of the KL divergence to the base on replay rows (recipe sft-kl only)."""
     replay_raw_rows: int = Field(default=96, ge=1, le=4096)
     """Raw texts sampled from the base for replay."""
