@@ -174,9 +174,9 @@ def test_guard_files_of_the_user_join_by_name(tmp_path: Path) -> None:
 
 
 def test_public_question_sets_load_as_guard_files(tmp_path: Path) -> None:
-    given = os.environ.get("KVLOOP_GUARD_DIR")
+    given = os.environ.get("KVLOOP_TEST_GUARD_DIR")
     if not given or not Path(given).is_dir():
-        pytest.skip("KVLOOP_GUARD_DIR names no folder of guard files")
+        pytest.skip("KVLOOP_TEST_GUARD_DIR names no folder of guard files")
     heldout = write_heldout(tmp_path / "heldout.jsonl", 2)
     _, guards = build_suites(TEXT, heldout, EvalSettings(guard_dir=Path(given), guard_questions=50), 4096)
     of_user = [suite for suite in guards if suite.kind == "file"]
