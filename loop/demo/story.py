@@ -87,10 +87,10 @@ class Story:
         self._api = Api(f"http://{config.gateway.host}:{config.gateway.port}")
         self._worker = Worker(config.home, f"http://{config.worker.host}:{config.worker.port}")
         self._version = ""
+        self._dataset = Path()
 
-    def tell(self, *, plain_sft: bool) -> Measured:
+    def tell(self) -> None:
         """Runs all steps against a kvloop that is up."""
-        began = time.monotonic()
         with self._step("ask what the model cannot know"):
             self.measured.recall_before = self._recall()
         with self._step("sessions, wrong answers, corrections"):
@@ -99,14 +99,9 @@ class Story:
             self._resume()
         with self._step("compare with Hugging Face generate"):
             self._compare_engines()
-        dataset = self._retrain_under_traffic()
+        self._dataset = self._retrain_under_traffic()
         with self._step("ask again"):
             self.measured.recall_after = self._recall()
-        if plain_sft:
-            with self._step("a candidate that forgets meets the gate"):
-                self._refuse_plain_sft(dataset)
-        self.measured.total_seconds = time.monotonic() - began
-        return self.measured
 
     def close(self) -> None:
         self._api.close()
@@ -234,8 +229,12 @@ class Story:
         self.measured.guards_after = summary[report["result"]["candidate"]]
         self.measured.perplexity_ratio = self.measured.guards_after["perplexity_ratio"]
 
-    def _refuse_plain_sft(self, dataset: Path) -> None:
+    def refuse_plain_sft(self) -> None:
         """Trains plainly on the same data: it learns the facts, forgets the rest, and the gate must say no."""
+        with self._step("a candidate that forgets meets the gate"):
+            self._refuse_plain_sft(self._dataset)
+
+    def _refuse_plain_sft(self, dataset: Path) -> None:
         config = self._config
         model_dir = pull(config.model, config.home / "models")
         folder = dataset.parent / "plain-sft"
@@ -276,8 +275,11 @@ def run(
     up = _start(config, overrides, say)
     story = Story(config, load_catalogue().facts[:facts], say)
     try:
-        measured = story.tell(plain_sft=plain_sft)
-        measured.total_seconds = time.monotonic() - began
+        story.tell()
+        measured = story.measured
+        measured.total_seconds = time.monotonic() - began  # the side story is no part of the loop
+        if plain_sft:
+            story.refuse_plain_sft()
         show(measured, say)
         if json_file is not None:
             write_atomic(json_file, json.dumps(asdict(measured), indent=2).encode())
