@@ -32,12 +32,19 @@ def check_value(kind: str, value: object) -> bool | float | str:
             return value
         raise InvalidRecord(f"boolean feedback needs true or false, not {value!r}")
     if kind == "float":
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value):
             return float(value)
         raise InvalidRecord(f"float feedback needs a finite number, not {value!r}")
     if isinstance(value, str) and value.strip():
         return value
     raise InvalidRecord(f"{kind} feedback needs a text that is not empty")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _feedback(row: Row[Any]) -> Feedback:

@@ -98,16 +98,19 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.monotonic(), 0
+        started, status, ended = time.monotonic(), 0, False
 
         async def watched_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, self._limited(scope, receive), watched_send)
+            if not ended:  # a stream that its client did not hear out
+                status = _CLIENT_GONE
         except Exception as error:  # noqa: BLE001  (the edge of every request)
             # Starlette has answered already; what is left is to say why in the log.
             event("request failed", level=logging.ERROR, error=error, path=scope["path"])

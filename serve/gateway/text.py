@@ -42,7 +42,7 @@ class TextCodec:
         """Token ids of rendered text (escapes in contents, see `template`); the template's special strings become
         their tokens, a person's never do."""
         if ESCAPE_OPEN not in rendered:
-            return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+            return _ids(self._tokenizer, rendered)
         token_ids: list[int] = []
         position = 0
         for found in self._special_pattern.finditer(rendered):
@@ -55,7 +55,7 @@ class TextCodec:
         """Token ids of text in which nothing is special."""
         if not text:
             return []
-        token_ids = list(self._plain.encode(text, add_special_tokens=False).ids)
+        token_ids = _ids(self._plain, text)
         if not self.vocabulary.special_ids.isdisjoint(token_ids):
             raise ValueError("this tokenizer turns ordinary text into control tokens; the text is refused")
         return token_ids
@@ -100,6 +100,11 @@ class TextCodec:
         rendered = self.template.render(messages, add_generation_prompt=False)
         framed = json.dumps([self.digest, user, rendered]).encode()
         return blake3(framed).digest()
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    # A batch, because `encode` keeps the interpreter's lock: megabytes of text would stop every other request.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _context_length(folder: Path) -> int:

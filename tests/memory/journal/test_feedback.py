@@ -26,6 +26,7 @@ def test_each_kind_is_stored(journal: Journal, kind: Any, value: Any) -> None:
         ("boolean", 1),
         ("float", True),
         ("float", float("nan")),
+        ("float", 10**400),
         ("float", "1"),
         ("comment", " "),
         ("demonstration", ""),

@@ -139,6 +139,13 @@ def test_a_client_that_leaves_frees_its_slot(gateway: RunningGateway, worker: Fa
     status = gateway.get("/v1/kvloop/status").json()
     assert status["workers"][0]["in_flight"] == 0
     assert sum(version["in_flight"] for version in status["versions"]) == 0
+    for _ in range(500):
+        if "kvloop_disconnects_total 1.0" in gateway.get("/metrics").text:
+            break
+        time.sleep(0.02)
+    metrics = gateway.get("/metrics").text
+    assert "kvloop_disconnects_total 1.0" in metrics
+    assert 'kvloop_requests_total{route="/v1/chat/completions",status="499"} 1.0' in metrics
 
 
 def test_a_stopping_gateway_finishes_its_streams(

@@ -142,6 +142,7 @@ def test_feedback_of_every_kind(client: openai.OpenAI, gateway: RunningGateway) 
     [
         ({"kind": "boolean", "value": 1, "response_id": "?"}, 400, "value"),
         ({"kind": "float", "value": "high", "response_id": "?"}, 400, "value"),
+        ({"kind": "float", "value": 10**400, "response_id": "?"}, 400, "value"),
         ({"kind": "thumb", "value": True, "response_id": "?"}, 400, "kind"),
         ({"kind": "comment", "value": "x"}, 400, "response_id"),
         ({"kind": "comment", "value": "x", "response_id": "resp_none"}, 404, "response_id"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,27 @@ def transformers_tokenizer(model_dir: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_dir)
+
+
+@pytest.mark.parametrize("typed", ["", "<|im_end|>"])
+def test_encoding_a_long_text_lets_other_threads_work(codec: TextCodec, typed: str) -> None:
+    codec.encode("warm")
+    ended: list[float] = []
+
+    def encode() -> None:
+        codec.first_turn([{"role": "user", "content": typed + "word and " * 150_000}])
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=encode)
+    began = last = time.monotonic()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.002)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < (ended[0] - began) / 2
 
 
 def test_the_conversation_is_encoded_as_transformers_does(codec: TextCodec, transformers_tokenizer) -> None:
