@@ -88,7 +88,8 @@ def load(
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"setting {where}: {first['msg']} (got {first['input']!r})") from None
+        given = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+        raise ConfigError(f"setting {where}: {first['msg'].removeprefix('Value error, ')}{given}") from None
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import psutil
 from loop.config import Config, secret_file
 from loop.processes import Child, python_module
 from memory.files import write_atomic
+from serve.gateway.auth import read_keys
 from serve.pull import pull
 
 READY_SECONDS = 120.0
@@ -106,6 +107,14 @@ def only_one(home: Path) -> Iterator[None]:
         yield
 
 
+def _refuse_bad_keys(file: Path | None) -> None:
+    try:
+        if file is not None:
+            read_keys(file)
+    except (OSError, ValueError) as error:
+        raise SupervisorError(f"setting gateway.keys_file: {error}") from None
+
+
 class Supervisor:
     """Starts and watches the processes of one install. Use from the main thread, inside `only_one`."""
 
@@ -147,6 +156,7 @@ class Supervisor:
         end_leftovers(self._config.home, GRACE_SECONDS)
         refuse_taken("worker.port", self._config.worker.host, self._config.worker.port)
         refuse_taken("gateway.port", self._config.gateway.host, self._config.gateway.port)
+        _refuse_bad_keys(self._config.gateway.keys_file)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         try:

@@ -6,6 +6,7 @@ are restricted, takes either. Source: crontab(5) of the Debian cron package.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from apscheduler.triggers.combining import OrTrigger
@@ -28,10 +29,14 @@ def cron_trigger(expression: str, timezone: str) -> Any:
     base = {"minute": minute, "hour": hour, "month": month, "timezone": timezone}
     try:
         if day != "*" and weekday != "*":
-            return OrTrigger([CronTrigger(day=day, **base), CronTrigger(day_of_week=weekday, **base)])
-        return CronTrigger(day=day, day_of_week=weekday, **base)
+            trigger = OrTrigger([CronTrigger(day=day, **base), CronTrigger(day_of_week=weekday, **base)])
+        else:
+            trigger = CronTrigger(day=day, day_of_week=weekday, **base)
     except (ValueError, TypeError, LookupError) as error:
         raise BadCron(f"cron expression {expression!r} in time zone {timezone!r}: {error}") from error
+    if trigger.get_next_fire_time(None, datetime.now(UTC)) is None:
+        raise BadCron(f"cron expression {expression!r} names a day that never comes")
+    return trigger
 
 
 def weekdays(field: str) -> str:

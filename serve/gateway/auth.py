@@ -36,7 +36,7 @@ class Auth:
         token = None if admin_token_file is None else admin_token_file.read_text().strip()
         if token is not None and len(token) < 16:
             raise ValueError(f"{admin_token_file} holds {len(token)} characters; an admin token has at least 16")
-        return cls(None if keys_file is None else _read_keys(keys_file), secret, token)
+        return cls(None if keys_file is None else read_keys(keys_file), secret, token)
 
     def tenant(self, request: Request) -> str:
         """The tenant of a request. Raises `ApiError` 401 or 403."""
@@ -84,8 +84,12 @@ def _refuse_foreign_pages(request: Request) -> None:
         )
 
 
-def _read_keys(file: Path) -> dict[str, str]:
-    keys = json.loads(file.read_text())
+def read_keys(file: Path) -> dict[str, str]:
+    """Tenant by API key. Raises `ValueError` for a file that holds nothing usable, `OSError` for an unreadable one."""
+    try:
+        keys = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     usable = isinstance(keys, dict) and keys and all(isinstance(name, str) and name for name in keys.values())
     if not usable:
         raise ValueError(f"{file} must hold a JSON object of API key to tenant name, with at least one entry")

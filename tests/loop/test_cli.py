@@ -122,6 +122,20 @@ def test_no_keys_no_other_machine(kvloop: Kvloop) -> None:
     assert "reachable from other machines" in line
 
 
+@pytest.mark.parametrize("text", [None, "{", "{}", '["key"]'])
+def test_up_with_a_keys_file_that_holds_no_keys(
+    kvloop: Kvloop, tiny_model_dir: Path, tmp_path: Path, text: str | None
+) -> None:
+    file = tmp_path / "keys.json"
+    if text is not None:
+        file.write_text(text)
+    settings = [f"model={tiny_model_dir}", f"gateway.keys_file={file}"]
+    settings += [f"{name}.port={free_port()}" for name in ("gateway", "worker")]
+    line = kvloop.refuses("up", before=tuple(part for setting in settings for part in ("--set", setting)))
+    assert "gateway.keys_file" in line
+    assert str(file) in line
+
+
 def test_promoting_and_rolling_back_what_is_not_there(populated: Kvloop) -> None:
     assert "no version '99': the registry has 1, 2, 3" in populated.refuses("promote", "99")
     assert "base model serves already" in populated.refuses("rollback")

@@ -153,6 +153,8 @@ def test_a_bad_value_is_named(home: Path, override: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"setting .*{name}") as raised:
         load((override,), home, {})
     assert "\n" not in str(raised.value)
+    assert "Value error" not in str(raised.value)
+    assert str(home) not in str(raised.value)  # one setting's value, not a whole section
 
 
 def test_a_section_is_no_value(home: Path) -> None:

@@ -97,7 +97,7 @@ def test_weekday_fields(field: str, names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "expression", ["", "* * * *", "61 * * * *", "* * * * 8", "* * * * 5-1", "* * * * */0", "x * * * *"]
+    "expression", ["", "* * * *", "61 * * * *", "* * * * 8", "* * * * 5-1", "* * * * */0", "x * * * *", "0 3 30 2 *"]
 )
 def test_what_is_no_cron_expression_is_refused(expression: str, settings: ScheduleSettings) -> None:
     with pytest.raises(BadCron):
