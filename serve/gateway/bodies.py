@@ -54,6 +54,8 @@ _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
 }
 # Hints for a cache or an abuse team elsewhere; they change nothing here.
 _IGNORED = frozenset({"prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
+# Fields OpenAI's messages have, beside what a `ChatMessage` takes.
+_NOT_IN_MESSAGES = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
 
 
 class _Body(BaseModel):
@@ -280,6 +282,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> ApiError:
         owner = {"messages": ChatMessage, "input": ChatMessage}.get(str(steps[0]), kind) if len(steps) > 1 else kind
         if "content" in steps[:-1]:
             owner = Part
+        if owner is ChatMessage and steps[-1] in _NOT_IN_MESSAGES:
+            return unsupported(path, f"'{path}' is not supported by this server: leave it out.")
         where = "".join(f"{step}." for step in steps[:-1])
         return _unknown(str(steps[-1]), owner, where)
     if first["type"] == "missing":
@@ -294,5 +298,7 @@ def _is_branch(step: str | int) -> bool:
 
 
 def _without_nulls(value: Any) -> Any:
-    # What the API gave out as null (refusal, tool_calls, audio, ...) may come back with the history.
-    return {name: entry for name, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+    # What an API gave out as null or as an empty list (refusal, tool_calls, ...) may come back with the history.
+    if not isinstance(value, dict):
+        return value
+    return {name: entry for name, entry in value.items() if entry is not None and (name, entry) != ("tool_calls", [])}

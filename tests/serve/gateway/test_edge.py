@@ -67,6 +67,11 @@ def _refused(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string"),
         ({"messages": [{"role": "user", "content": "x", "contnt": "y"}]}, "messages.0.contnt", "content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None, ""),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]}]},
+            "messages.0.tool_calls",
+            "not supported",
+        ),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
@@ -92,6 +97,9 @@ def test_what_asks_for_nothing_is_accepted(client: openai.OpenAI) -> None:
         frequency_penalty=0, presence_penalty=0, logit_bias={}, parallel_tool_calls=True, service_tier="auto",
         prompt_cache_key="k", safety_identifier="s", n=1, stop=None, seed=None,
     )  # fmt: skip
+    assert answer.choices[0].message.content
+    reply = {"role": "assistant", "content": "x", "tool_calls": [], "refusal": None, "annotations": []}
+    answer = client.chat.completions.create(model="kvloop", messages=[*HI, reply, *HI])
     assert answer.choices[0].message.content
 
 
