@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
+from sqlalchemy.exc import OperationalError
+
+from serve.gateway.errors import ApiError
+from serve.gateway.logs import event
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,5 +24,18 @@ class Threads:
         self._limiter = anyio.CapacityLimiter(count)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The call's result, or what it raises. A call that began is finished even when the request is cancelled."""
-        return await anyio.to_thread.run_sync(lambda: call(*args, **kwargs), limiter=self._limiter)
+        """The call's result, or what it raises. A call that began is finished even when the request is cancelled.
+
+        A database that is locked, full or gone is `ApiError` 503: nothing was written, and trying again may help.
+        """
+        try:
+            return await anyio.to_thread.run_sync(lambda: call(*args, **kwargs), limiter=self._limiter)
+        except OperationalError as error:
+            event("journal failed", level=logging.ERROR, reason=str(error.orig))
+            raise ApiError(
+                503,
+                f"The journal could not be used ({error.orig}); nothing of this request was kept. Try again later.",
+                kind="server_error",
+                code="journal_unavailable",
+                retry_after=5.0,
+            ) from error

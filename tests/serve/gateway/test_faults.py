@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from memory.journal.settings import JournalSettings
 from tests.serve.gateway.conftest import RunningGateway, Say
 from tests.serve.gateway.fake_worker import FakeWorker
 
@@ -193,3 +196,17 @@ def test_several_workers_share_the_load_and_keep_their_sessions(
     finally:
         gateway.stop()
         other.stop()
+
+
+def test_a_journal_that_stays_locked_is_a_503(start_gateway: Callable[..., RunningGateway], tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'locked.db'}"
+    gateway = start_gateway(journal=JournalSettings(url=url, busy_timeout=0.2))
+    body = {"model": "kvloop", "messages": [{"role": "user", "content": "Hello"}]}
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
+    with contextlib.closing(sqlite3.connect(tmp_path / "locked.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answer = gateway.post("/v1/chat/completions", body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "journal_unavailable")
+        assert answer.headers["retry-after"]
+        other.execute("ROLLBACK")
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
