@@ -16,6 +16,7 @@ import pytest
 
 from memory.journal import Journal
 from tests.running import Running
+from tests.tiny import make_tiny_model
 
 KILLS = 20
 CLIENTS = 3
@@ -73,8 +74,10 @@ class Client:
 
 
 @pytest.fixture
-def running(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Running]:
-    running = Running(tmp_path / "home", tiny_model_dir, "worker.kv.chunk_tokens=32")
+def running(tmp_path: Path, model_dir: Path) -> Iterator[Running]:
+    # on a busy machine the kills take long and the sessions grow: they must not meet the end of the context
+    model = make_tiny_model(tmp_path / "model", model_dir, context_length=65536)
+    running = Running(tmp_path / "home", model, "worker.kv.chunk_tokens=32")
     running.start()
     yield running
     running.stop()
