@@ -61,6 +61,18 @@ class TrainSettings(BaseModel):
     """The job fails when it takes longer."""
 
 
+def first_trained_layer(settings: TrainSettings, layers: int) -> int:
+    """The layer training starts at, for a model of `layers` layers. Raises `ValueError` when there is none left.
+
+    The KV of the layers below it is the base model's under every adapter trained so: KV memory shares it.
+    """
+    if settings.layers_from is None:
+        return layers * 4 // 10
+    if settings.layers_from >= layers:
+        raise ValueError(f"layers_from is {settings.layers_from}, but the model has {layers} layers: give a lower one")
+    return settings.layers_from
+
+
 class TrainJob(BaseModel):
     """One training job, as the trainer process reads it from a file."""
 

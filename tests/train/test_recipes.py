@@ -14,11 +14,11 @@ from tests.train.conftest import QUICK
 from train.decoder import Decoder
 from train.packing import pack_rows
 from train.recipes import make_recipe
-from train.recipes.base import Materials, first_trained_layer
+from train.recipes.base import Materials
 from train.recipes.sft_kl import divergence
 from train.replay import ReplaySet, ReplaySize, replay_set
 from train.rows import read_rows
-from train.settings import RecipeName, TrainJob, TrainSettings
+from train.settings import RecipeName, TrainJob, TrainSettings, first_trained_layer
 
 # TRL and transformers call their own deprecated functions.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -39,12 +39,3 @@ class Recipe(Protocol):
     def trainer(self, materials: Materials) -> Any:
         """A `transformers` trainer, ready for `train()`."""
         ...
-
-
-def first_trained_layer(settings: TrainSettings, layers: int) -> int:
-    """The layer training starts at, for a model of `layers` layers. Raises `ValueError` when there is none left."""
-    if settings.layers_from is None:
-        return layers * 4 // 10
-    if settings.layers_from >= layers:
-        raise ValueError(f"layers_from is {settings.layers_from}, but the model has {layers} layers: give a lower one")
-    return settings.layers_from

@@ -17,7 +17,8 @@ from trl import SFTConfig, SFTTrainer
 
 from train.decoder import Decoder
 from train.packing import Row, pack_rows
-from train.recipes.base import Materials, first_trained_layer
+from train.recipes.base import Materials
+from train.settings import first_trained_layer
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
