@@ -21,7 +21,8 @@ _FORMAT = 1
 def write(result: EvalResult, decision: Decision, folder: Path) -> tuple[Path, Path]:
     """Writes report.md and report.json into `folder`, which is made when missing, and gives both paths.
 
-    report.json is {"format", "decision", "summary", "result"}: every example's score of every model is in `result`.
+    report.json is {"format", "decision", "summary", "stale_kv", "result"}: every example's score of every model is in
+    `result`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     markdown, machine = folder / MARKDOWN, folder / JSON
@@ -29,6 +30,7 @@ def write(result: EvalResult, decision: Decision, folder: Path) -> tuple[Path, P
         "format": _FORMAT,
         "decision": decision.model_dump(mode="json"),
         "summary": summary(result),
+        "stale_kv": result.stale_kv.model_dump(mode="json") if result.stale_kv else None,
         "result": result.model_dump(mode="json"),
     }
     write_atomic(markdown, render(result, decision).encode())
@@ -64,6 +66,8 @@ def render(result: EvalResult, decision: Decision) -> str:
         "## Scores",
         _scores(result.models),
         *_answers(result),
+        "## KV of the version before",
+        *_stale(result),
         "## How it was measured",
         _conditions(result, decision),
     ]
@@ -120,6 +124,29 @@ def _answers(result: EvalResult) -> list[str]:
     ]  # fmt: skip
     heads = ["question", "demonstration", result.champion, result.candidate, "score"]
     return ["## Answers that changed most", _table(heads, rows)]
+
+
+def _stale(result: EvalResult) -> list[str]:
+    """What serving the candidate on the KV of what serves now would cost, and whether that is allowed."""
+    stale = result.stale_kv
+    if stale is None:
+        return ["Not measured, so KV of other weights is never served under this version."]
+    rows = [
+        [
+            group.kind, str(group.probes), str(group.tokens), _number(group.kl, ".5f"), _number(group.kl_p95, ".5f"),
+            _number(group.top1, ".3f"), _number(group.answer_agreement, ".3f"), _number(group.noise_kl, ".5f"),
+        ]
+        for group in stale.groups
+    ]  # fmt: skip
+    heads = ["probes", "number", "tokens", "KL", "KL p95", "same top token", "same answer", "KL of noise alone"]
+    verdict = "below" if stale.allowed else "not below"
+    allowed = "may" if stale.allowed else "may not"
+    return [
+        _table(heads, rows),
+        f"{stale.candidate} on KV that {stale.under} computed, against its own KV, in nats per token that follows. The"
+        f" worst KL, {stale.kl:.5f}, is {verdict} the threshold of {stale.threshold:g}: policy `reuse` {allowed} serve"
+        f" it.",
+    ]
 
 
 def _conditions(result: EvalResult, decision: Decision) -> str:

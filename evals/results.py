@@ -72,6 +72,34 @@ class ModelScores(Record):
         raise KeyError(name)
 
 
+class StaleGroup(Record):
+    """One kind of probes: the candidate over the other version's KV against its own, on the tokens that follow.
+
+    `kl` and `kl_p95` are in nats per token, mean and 95th percentile; `top1` is the share of tokens with the same
+    likeliest next token, `answer_agreement` the share of greedy answers that agree, None where the worker tells none.
+    """
+
+    kind: str
+    probes: int
+    tokens: int
+    kl: float = Field(allow_inf_nan=False)
+    kl_p95: float
+    top1: float
+    answer_agreement: float | None
+    noise_kl: float
+
+
+class StaleKV(Record):
+    """What serving `candidate` on KV of `under` costs. `kl` is the worst group's; `allowed` when below `threshold`."""
+
+    candidate: str
+    under: str
+    groups: list[StaleGroup]
+    kl: float
+    threshold: float
+    allowed: bool
+
+
 class EvalResult(Record):
     """All models' scores. `champion` equals `base` when the base model serves. Times are UTC epoch seconds."""
 
@@ -84,6 +112,8 @@ class EvalResult(Record):
     left_out: dict[str, int]
     started_at: float
     seconds: float
+    stale_kv: StaleKV | None = None
+    """None where it was not measured."""
 
     def model(self, name: str) -> ModelScores:
         """Raises KeyError for a model that was not scored."""

@@ -22,13 +22,16 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from evals.errors import EvalError
 from evals.kept import KeptScores
-from evals.results import EvalResult, Example, ModelScores, SuiteScores
+from evals.results import EvalResult, Example, ModelScores, StaleKV, SuiteScores
 from evals.scorer import ModelScorer
 from evals.settings import EvalSettings
+from evals.stale import Conversation, Probes, build_probes, measure
 from evals.suites.base import Advance, ExampleScore, Suite
 from evals.suites.catalog import build_suites
+from evals.suites.heldout import HeldOut
+from evals.suites.perplexity import Perplexity
 from evals.worker_process import own_worker
-from serve.backends.base import WorkerError
+from serve.backends.base import NotSupported, WorkerError
 from serve.backends.client import CompletionsClient
 from serve.gateway.text import TextCodec
 
@@ -65,6 +68,8 @@ class EvalJob(BaseModel):
     """A running worker to ask; when empty, one is started and stopped again."""
     kept_folder: Path | None = None
     """Where scores are kept between evaluations; nothing is kept when empty."""
+    reuse_max_kl: float = 0.0
+    """Mean KL below which KV of the champion may be served under the candidate; nothing is below 0."""
     settings: EvalSettings = EvalSettings()
     """How much is asked."""
 
@@ -99,18 +104,22 @@ def evaluate(job: EvalJob, on_progress: OnProgress | None = None) -> EvalResult:
     target, guards = build_suites(text, job.heldout, job.settings, text.context_length)
     suites: list[Suite] = [target, *guards]
     left_out = {"heldout_too_long": target.too_long}
+    probes = _probes(text, target, guards, job.settings)
     with contextlib.ExitStack() as stack:
         url = job.worker_url
         if url is None:
             url = stack.enter_context(own_worker(job.model_dir, job.base_name, job.settings))
-        return asyncio.run(_Evaluation(job, text, suites, on_progress).run(url, left_out))
+        return asyncio.run(_Evaluation(job, text, suites, probes, on_progress).run(url, left_out))
 
 
 class _Evaluation:
-    def __init__(self, job: EvalJob, text: TextCodec, suites: list[Suite], on_progress: OnProgress | None) -> None:
+    def __init__(
+        self, job: EvalJob, text: TextCodec, suites: list[Suite], probes: Probes, on_progress: OnProgress | None
+    ) -> None:
         self._job = job
         self._text = text
         self._suites = suites
+        self._probes = probes
         self._on_progress = on_progress
         self._models = [None, *filter(None, [job.champion]), job.candidate]
         self._total = len(self._models) * sum(suite.prompts for suite in suites)
@@ -122,6 +131,7 @@ class _Evaluation:
         started, clock = time.time(), time.monotonic()
         async with CompletionsClient(url) as client:
             scored = [await self._score(client, model) for model in self._models]
+            stale = await self._stale(client)
         return EvalResult(
             base=self._job.base_name,
             champion=self._job.champion.name if self._job.champion else self._job.base_name,
@@ -133,7 +143,31 @@ class _Evaluation:
             left_out=left_out,
             started_at=started,
             seconds=time.monotonic() - clock,
+            stale_kv=stale,
         )
+
+    async def _stale(self, client: CompletionsClient) -> StaleKV | None:
+        """None where there are no probes, and for a worker that cannot tell, which a log line says."""
+        if not self._probes:
+            return None
+        job = self._job
+        champion = job.champion.name if job.champion else job.base_name
+        async with (
+            _loaded(client, job.base_name, job.champion) as before,
+            _loaded(client, job.base_name, job.candidate) as after,
+        ):
+            try:
+                return await measure(
+                    client,
+                    self._probes,
+                    candidate=after,
+                    champion=before,
+                    names=(job.candidate.name, champion),
+                    threshold=job.reuse_max_kl,
+                )
+            except NotSupported as error:
+                _log.warning("what stale KV costs was not measured: %s", error)
+                return None
 
     async def _score(self, client: CompletionsClient, model: EvalModel | None) -> ModelScores:
         clock = time.monotonic()
@@ -169,6 +203,12 @@ class _Evaluation:
                 self._on_progress(Progress(self._done, self._total, model, suite.name))
 
         return advance
+
+
+def _probes(text: TextCodec, target: HeldOut, guards: list[Suite], settings: EvalSettings) -> Probes:
+    conversations = [Conversation(messages, answer) for messages, answer in target.conversations]
+    texts = [ids for guard in guards if isinstance(guard, Perplexity) for ids in guard.token_ids]
+    return build_probes(text, conversations, texts, settings.stale_probes, text.context_length)
 
 
 @contextlib.asynccontextmanager

@@ -66,6 +66,8 @@ class HeldOut:
             self._examples.append(example)
             self._questions.append(question)
             self._answers.append(answer)
+        self.conversations = [(example.messages, example.answer) for example in self._examples]
+        """(messages, demonstration) of every example asked, in their order."""
         self._most_tokens = [min(most_tokens, len(answer) + len(answer) // 2 + 8) for answer in self._answers]
         self.prompts = 2 * len(self._examples)
         self.digest = content_digest(

@@ -35,6 +35,8 @@ class Perplexity:
         self._prompts = [text.encode_plain(row["text"])[:most_tokens] for row in rows]
         if any(len(prompt) < 2 for prompt in self._prompts):
             raise EvalDataError(f"{file}: each text needs at least two tokens")
+        self.token_ids: tuple[list[int], ...] = tuple(self._prompts)
+        """The texts as they are scored."""
         self.prompts = len(self._prompts)
         self.digest = content_digest(self.name, rows, most_tokens)
 
