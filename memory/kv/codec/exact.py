@@ -15,7 +15,7 @@ import threading
 import numpy as np
 import zstandard
 
-from memory.kv.codec.base import CodecError, KVArray, little_endian
+from memory.kv.codec.base import NOTHING_KEPT, CodecError, Kept, KVArray, little_endian
 
 RAW, ZSTD = 0, 1
 LEVEL = 1
@@ -41,7 +41,7 @@ class ExactCodec:
     def __init__(self) -> None:
         self._contexts = _Contexts()
 
-    def encode(self, kv: KVArray) -> bytes:
+    def encode(self, kv: KVArray, kept: Kept = NOTHING_KEPT, start: int = 0) -> bytes:
         """The payload of `kv`. See `Codec.encode`."""
         flat = np.ascontiguousarray(kv, dtype=little_endian(kv.dtype)).reshape(-1)
         octets = flat.view(np.uint8).reshape(-1, kv.dtype.itemsize)
@@ -58,7 +58,7 @@ class ExactCodec:
             return ZSTD, packed
         return RAW, plane.tobytes()
 
-    def decode(self, payload: memoryview, out: KVArray) -> None:
+    def decode(self, payload: memoryview, out: KVArray, start: int = 0) -> None:
         """Writes the array of `payload` into `out`. See `Codec.decode`."""
         planes = out.dtype.itemsize
         offset = planes * PLANE.size
