@@ -43,7 +43,7 @@ class Overloaded(WorkerError):
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
     """One prompt of token ids. `max_tokens` None means as many as fit; `logprobs` is how many alternatives to name
-    for each token (0: only the token's own)."""
+    for each token (0: only the token's own). `max_tokens` 0 stores the prompt's KV and generates nothing."""
 
     model: str
     prompt: Sequence[int]
@@ -58,6 +58,16 @@ class CompletionRequest:
     logprobs: int | None = None
     cache_salt: str | None = None
     kv_save: bool = True
+    kv_owner: str = ""
+    """On whose behalf KV is stored: destroying the owner's key makes it unreadable. Empty is the tenant itself."""
+    kv_expires_at: float | None = None
+    """UTC seconds since 1970 after which the KV that this request stores is never used again."""
+    kv_least_fidelity: str = "compact"
+    """Stored KV that is less exact than this is computed anew."""
+    kv_reuse_model: str | None = None
+    """A resident version whose stored KV may be used where this model's own is missing."""
+    priority: int = 0
+    """As vLLM's: lower first. Above 0 it is work in the background, which gives way to everything else."""
 
     def body(self, *, stream: bool) -> dict[str, Any]:
         """The JSON body of `POST /v1/completions`; fields at their default are left out."""
@@ -69,7 +79,7 @@ class CompletionRequest:
             "stream": stream,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "kv_transfer_params": {"kv_save": self.kv_save},
+            "kv_transfer_params": self._kv(),
         }
         if stream:
             # Usage as it goes, for a reader who leaves early: at a stop string the answer is closed before its end.
@@ -85,7 +95,21 @@ class CompletionRequest:
             body["ignore_eos"] = True
         if self.min_tokens:
             body["min_tokens"] = self.min_tokens
+        if self.priority:
+            body["priority"] = self.priority
         return body
+
+    def _kv(self) -> dict[str, Any]:
+        kv: dict[str, Any] = {"kv_save": self.kv_save}
+        if self.kv_owner:
+            kv["kv_owner"] = self.kv_owner
+        if self.kv_expires_at is not None:
+            kv["kv_expires_at"] = self.kv_expires_at
+        if self.kv_least_fidelity != "compact":
+            kv["kv_least_fidelity"] = self.kv_least_fidelity
+        if self.kv_reuse_model is not None:
+            kv["kv_reuse_model"] = self.kv_reuse_model
+        return kv
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,14 @@ class WorkerModel:
     parent: str | None
     root: str | None
     weights_id: str | None
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """How busy a worker is, with requests of all its clients together."""
+
+    waiting: int
+    running: int
 
 
 @dataclass(frozen=True)

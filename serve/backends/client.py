@@ -21,6 +21,7 @@ from serve.backends.base import (
     Usage,
     WorkerError,
     WorkerHealth,
+    WorkerLoad,
     WorkerModel,
     WorkerRejected,
     WorkerUnavailable,
@@ -28,6 +29,9 @@ from serve.backends.base import (
 
 _TOKEN_PREFIX = "token_id:"
 _FORGET_SECONDS = 90.0
+# Ours, then vLLM's.
+_WAITING = ("kvloop_worker_waiting_requests", "vllm:num_requests_waiting")
+_RUNNING = ("kvloop_worker_running_sequences", "vllm:num_requests_running")
 
 
 class CompletionsClient:
@@ -124,36 +128,16 @@ class CompletionsClient:
         """Unloads an adapter. Raises `ModelNotFound` or `WorkerRejected` when there is none of this name."""
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def forget(self, prompts: Sequence[Sequence[int]], keep: Sequence[int], cache_salt: str) -> Mapping[str, int]:
-        """Removes the KV of these token ids from the worker's memory, but for the first `keep` of each.
+    async def forget(self, owners: Sequence[str], cache_salt: str) -> Mapping[str, Any]:
+        """Destroys the keys of these owners and every byte stored on their behalf, whatever version computed it.
 
-        Returns how many chunks went from where. Raises `NotSupported` for a worker without this endpoint.
+        Returns the worker's account. Raises `NotSupported` for a worker without this endpoint.
         """
-        body = {"prompts": [list(ids) for ids in prompts], "keep_tokens": list(keep), "cache_salt": cache_salt}
+        body = {"owners": list(owners), "cache_salt": cache_salt}
         try:
-            chunks: Mapping[str, int] = (await self._post("/v1/kv/forget", body, _FORGET_SECONDS))["chunks"]
+            return await self._post("/v1/kv/forget", body, _FORGET_SECONDS)
         except ModelNotFound as error:
             raise NotSupported(f"worker {self.url} cannot forget") from error
-        return chunks
-
-    async def divergence(
-        self,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        prefixes: Sequence[int],
-        versions: Sequence[str] = (),
-        codecs: Sequence[str] = (),
-    ) -> Mapping[str, Any]:
-        """How far the model's next-token distributions move when the first `prefixes` tokens of each prompt are read
-        from KV of another version or codec. Raises `NotSupported` for a worker without this endpoint."""
-        body = {
-            "model": model, "prompts": [list(ids) for ids in prompts], "prefixes": list(prefixes),
-            "versions": list(versions), "codecs": list(codecs),
-        }  # fmt: skip
-        try:
-            return await self._post("/v1/kv/divergence", body)
-        except ModelNotFound as error:
-            raise NotSupported(f"worker {self.url} does not measure divergence: {error}") from error
 
     async def models(self) -> list[WorkerModel]:
         """The base first, then the loaded adapters."""
@@ -167,6 +151,16 @@ class CompletionsClient:
         """Raises `WorkerUnavailable` when the worker is not ready."""
         body = await self._get("/health")
         return WorkerHealth(body.get("boot_id"), body.get("model"), body.get("context_length"))
+
+    async def load(self) -> WorkerLoad:
+        """How busy the worker is now. Raises `NotSupported` where it tells nothing that is understood."""
+        try:
+            response = await self._http.get("/metrics", timeout=10.0)
+        except httpx.HTTPError as error:
+            raise WorkerUnavailable(f"worker {self.url}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise NotSupported(f"worker {self.url} has no metrics")
+        return _load(response.text)
 
     async def _get(self, path: str) -> Mapping[str, Any]:
         try:
@@ -249,3 +243,15 @@ def _usage(given: Mapping[str, Any], before: Usage | None = None) -> Usage:
         details.get("cached_tokens") or 0,
         given.get("kvloop") or (before.extras if before is not None else {}),
     )
+
+
+def _load(exposition: str) -> WorkerLoad:
+    values: dict[str, float] = {}
+    for line in exposition.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if name in _WAITING or name in _RUNNING:
+            values[name] = values.get(name, 0.0) + float(value)
+    if values.keys().isdisjoint(_WAITING) or values.keys().isdisjoint(_RUNNING):
+        raise NotSupported("its metrics tell no load")
+    return WorkerLoad(*(int(sum(values.get(name, 0.0) for name in names)) for names in (_WAITING, _RUNNING)))
