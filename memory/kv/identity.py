@@ -27,6 +27,11 @@ KV_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
 }
 LAYOUT = "layers,kv,heads,tokens,dim"
+MODEL_BYTES = OWNER_BYTES = BAND_BYTES = 16
+PREFIX_TOKENS = 16
+PREFIX_BYTES = 8
+"""A chunk is also named by digests of its first 16, 32, ... tokens, so that a partial overlap is found without the
+tokens themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,10 @@ class KVIdentity:
     """Canonical JSON of the attention's configuration: window, scale, norms."""
     tenant_secret: str = field(repr=False)
     """Secret of the tenant: two tenants never share a chunk, nor learn of one through timing."""
+    band: str = "all"
+    """Which slice of the model's per-token state this is: "all", or with shared layers L "0-L" (KV of the layers
+    below L), "hidden-L" (what enters layer L, carried as `[1, 2, 1, tokens, hidden / 2]`), "L-N" (KV from L on).
+    Printable ASCII, `BAND_BYTES` at most."""
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -61,6 +70,8 @@ class KVIdentity:
             raise ValueError(f"layout {self.layout!r} is unknown; chunks are laid out as {LAYOUT!r}")
         if min(self.layers, self.kv_heads, self.head_dim) < 1:
             raise ValueError(f"layers, kv_heads and head_dim must be at least 1, got {self.shape(1)}")
+        if not (0 < len(self.band) <= BAND_BYTES and self.band.isascii() and self.band.isprintable()):
+            raise ValueError(f"band must be 1 to {BAND_BYTES} printable ASCII characters, got {self.band!r}")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -78,9 +89,29 @@ class KVIdentity:
 
     def digest(self) -> bytes:
         """32 bytes of blake3 over every field, its name, type and length included. The parent of first chunks."""
-        parts: list[str | int | bytes] = ["kvloop identity 1"]
+        return self._digest("kvloop identity 2", {})
+
+    @property
+    def weights_id_base(self) -> str:
+        """The base's part of the weights id."""
+        return self.weights_id.split("+", 1)[0]
+
+    def model_digest(self) -> bytes:
+        """`MODEL_BYTES` that group chunks by base, format, shape and band, over all tenants and adapters.
+
+        A merged adapter computes in its base's format ("bf16-merged" in "bf16"), so it belongs to the same group.
+        """
+        group: dict[str, str] = {
+            "weights_id": self.weights_id_base,
+            "compute_format": self.compute_format.split("-", 1)[0],
+            "tenant_secret": "",
+        }
+        return self._digest("kvloop model 1", group)[:MODEL_BYTES]
+
+    def _digest(self, purpose: str, instead: dict[str, str]) -> bytes:
+        parts: list[str | int | bytes] = [purpose]
         for entry in fields(self):
-            parts += [entry.name, getattr(self, entry.name)]
+            parts += [entry.name, instead.get(entry.name, getattr(self, entry.name))]
         return blake3(frame(*parts)).digest()
 
 
@@ -118,6 +149,35 @@ def key_of(parent: bytes, ids: Ids, identity_digest: bytes) -> bytes:
     if len(parent) != DIGEST_BYTES:
         raise ValueError(f"a parent key has {DIGEST_BYTES} bytes, got {len(parent)}")
     return blake3(frame("kvloop chunk 1", parent, ids.tobytes(), identity_digest)).digest()
+
+
+def prefix_digests(parent: bytes, ids: Ids, identity_digest: bytes) -> bytes:
+    """`PREFIX_BYTES` for each full `PREFIX_TOKENS` of a chunk: a digest of parent, identity and all ids up to there.
+
+    They tell nothing of the tokens to who does not know the tenant's secret, which the identity's digest covers.
+    """
+    hasher = blake3(frame("kvloop prefix 1", parent, identity_digest))
+    step = 4 * PREFIX_TOKENS
+    data = ids.tobytes()
+    digests = []
+    for end in range(step, len(data) + 1, step):
+        digests.append(hasher.update(data[end - step : end]).digest(PREFIX_BYTES))
+    return b"".join(digests)
+
+
+def agreeing_tokens(left: bytes, right: bytes) -> int:
+    """How many tokens two chunks begin with alike, by their `prefix_digests`: a multiple of `PREFIX_TOKENS`."""
+    agreed = 0
+    for at in range(0, min(len(left), len(right)), PREFIX_BYTES):
+        if left[at : at + PREFIX_BYTES] != right[at : at + PREFIX_BYTES]:
+            break
+        agreed += PREFIX_TOKENS
+    return agreed
+
+
+def owner_id(tenant_secret: str, owner: str) -> bytes:
+    """`OWNER_BYTES` that stand for an owner of a tenant; "" is the tenant itself."""
+    return blake3(frame("kvloop owner 1", tenant_secret, owner)).digest(OWNER_BYTES)
 
 
 class Chain:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from memory.kv.fidelity import Fidelity
 
 MEBIBYTE = 1024**2
 GIBIBYTE = 1024**3
@@ -21,7 +24,7 @@ class KVSettings(BaseModel):
     min_tokens: int = Field(default=16, ge=1)
     """Shortest tail worth a file of its own, and shortest overlap worth reading a chunk for."""
 
-    codec: str = "exact"
+    codec: Fidelity = "exact"
     """How new chunks are encoded. Chunks written by another codec stay readable."""
 
     ram_bytes: int = Field(default=1 * GIBIBYTE, ge=0)
@@ -39,6 +42,51 @@ class KVSettings(BaseModel):
     queue_bytes: int = Field(default=512 * MEBIBYTE, ge=0)
     """Raw KV that may wait for the background writer. What does not fit is not written, and counted."""
 
+    encryption: bool = True
+    """Whether chunk files are encrypted (AES-256-GCM), each owner's with a key of its own. Forgetting an owner destroys
+    that key. Files written without stay readable."""
+
+    keyring: Path | None = None
+    """File of the master key, made at the first use with access for its user only. None puts it beside the folder, as
+    `<folder>.key`. The environment's `KVLOOP_KV_KEY` (base64 of 32 bytes) goes before it."""
+
+    ttl_seconds: float | None = Field(default=None, gt=0)
+    """Hard limit on the life of a chunk, counted from its storing. None keeps chunks until their room is needed."""
+
+    upkeep_seconds: float = Field(default=60.0, ge=0)
+    """Pause between two rounds of upkeep in the background: expiry, the ladder, the scrubber. 0 switches it off."""
+
+    int8_after_seconds: float | None = Field(default=86_400.0, ge=0)
+    """Age since the last use at which a chunk is rewritten as int8, where that rung is trusted. None: by budget only."""
+
+    int4_after_seconds: float | None = Field(default=7 * 86_400.0, ge=0)
+    """The same for int4."""
+
+    compact_after_seconds: float | None = Field(default=30 * 86_400.0, ge=0)
+    """The same for the compact rung."""
+
+    int8_max_kl: float = Field(default=0.003, ge=0)
+    """int8 is trusted for a model only where it was measured to cost no more than this: mean KL divergence of the
+    next-token distribution, in nats."""
+
+    int4_max_kl: float = Field(default=0.006, ge=0)
+    """The same for int4."""
+
+    compact_max_kl: float = Field(default=0.05, ge=0)
+    """The same for the compact rung."""
+
+    high_water: float = Field(default=0.9, gt=0, le=1)
+    """Share of `disk_bytes` above which chunks worth least move down the ladder, before any is evicted."""
+
+    remote_url: str | None = None
+    """Where chunks go that the disk has no room for: a URL for fsspec, such as `s3://bucket/prefix`. None: nowhere."""
+
+    remote_bytes: int = Field(default=64 * GIBIBYTE, ge=0)
+    """Budget of the remote tier, in bytes of chunk files."""
+
+    scrub_bytes_per_second: int = Field(default=4 * MEBIBYTE, ge=0)
+    """How fast chunk files are verified in the background. 0 switches the scrubber off."""
+
     load_threads: int = Field(default=2, ge=1, le=64)
     """Threads that read, verify and decode the chunks of one load."""
 
@@ -50,6 +98,26 @@ class KVSettings(BaseModel):
 
     retry_seconds: float = Field(default=30.0, ge=0)
     """Pause between tries to write while the disk is full, read-only or gone."""
+
+    @property
+    def max_kl(self) -> dict[Fidelity, float]:
+        """Mean KL up to which each rung is trusted."""
+        return {
+            "exact": float("inf"),
+            "int8": self.int8_max_kl,
+            "int4": self.int4_max_kl,
+            "compact": self.compact_max_kl,
+        }
+
+    @property
+    def after_seconds(self) -> dict[Fidelity, float | None]:
+        """Age at which chunks move down to each rung."""
+        return {
+            "exact": None,
+            "int8": self.int8_after_seconds,
+            "int4": self.int4_after_seconds,
+            "compact": self.compact_after_seconds,
+        }
 
     @model_validator(mode="after")
     def _tail_fits_chunk(self) -> Self:
