@@ -139,6 +139,25 @@ class CompletionsClient:
         except ModelNotFound as error:
             raise NotSupported(f"worker {self.url} cannot forget") from error
 
+    async def divergence(
+        self,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        prefixes: Sequence[int],
+        versions: Sequence[str] = (),
+        codecs: Sequence[str] = (),
+    ) -> Mapping[str, Any]:
+        """How far the model's next-token distributions move when the first `prefixes` tokens of each prompt are read
+        from KV of another version or codec. Raises `NotSupported` for a worker without this endpoint."""
+        body = {
+            "model": model, "prompts": [list(ids) for ids in prompts], "prefixes": list(prefixes),
+            "versions": list(versions), "codecs": list(codecs),
+        }  # fmt: skip
+        try:
+            return await self._post("/v1/kv/divergence", body)
+        except ModelNotFound as error:
+            raise NotSupported(f"worker {self.url} does not measure divergence: {error}") from error
+
     async def models(self) -> list[WorkerModel]:
         """The base first, then the loaded adapters."""
         entries = (await self._get("/v1/models"))["data"]
