@@ -22,7 +22,7 @@ import httpx
 
 from loop.config import Config
 from memory.journal import Journal
-from pipelines.registry import CHAMPION, PREVIOUS, Registry, RegistryError
+from pipelines.registry import CHAMPION, PREVIOUS, Registry, RegistryError, Version
 
 ACTIVATE_SECONDS = 180.0
 REFUSED_RETRY_SECONDS = 30.0
@@ -33,11 +33,20 @@ log = logging.getLogger("kvloop.follower")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the alias asks for: the body of the gateway's activate call. Number None is the base model."""
+    """What the alias asks for: the body of the gateway's activate call. Without a version it is the base model."""
 
-    number: str | None
+    version: Version | None
     name: str
     path: str | None
+
+    @property
+    def number(self) -> str | None:
+        """The version's number; None is the base model."""
+        return self.version.number if self.version else None
+
+    def stale_kl(self, before: str) -> float | None:
+        """What serving this on KV of the version with the serving name `before` costs, if its evaluation says so."""
+        return self.version.stale_kl(number_of(before)) if self.version else None
 
 
 def wanted_by(registry: Registry) -> Wanted:
@@ -45,8 +54,8 @@ def wanted_by(registry: Registry) -> Wanted:
     number = registry.get_alias(CHAMPION)
     if number is None:
         return Wanted(None, BASE, None)
-    path = registry.version_path(number)
-    return Wanted(number, serving_name(number, path), str(path))
+    version = registry.get_version(number)
+    return Wanted(version, serving_name(number, version.path), str(version.path))
 
 
 def serving_name(number: str, adapter: Path) -> str:
@@ -56,6 +65,11 @@ def serving_name(number: str, adapter: Path) -> str:
         return f"v{number}-{digest[:8]}"
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RegistryError(f"version {number} has no readable manifest.json in {adapter}: {error!r}") from error
+
+
+def number_of(name: str) -> str:
+    """The version's number in a serving name; the base model's name stays."""
+    return name.removeprefix("v").partition("-")[0]
 
 
 class Follower:
@@ -84,7 +98,7 @@ class Follower:
             return None
         if self._refused_lately(wanted.name):
             return None
-        activation = self._activation(wanted)
+        activation = self._activation(wanted, before)
         answer = self._client.post("/internal/versions/activate", json=activation)
         if answer.status_code == 409:
             self._refused = (wanted.name, time.monotonic())
@@ -112,8 +126,10 @@ class Follower:
             self._refused[0] == name and time.monotonic() - self._refused[1] < REFUSED_RETRY_SECONDS
         )
 
-    def _activation(self, wanted: Wanted) -> dict[str, Any]:
-        return {"name": wanted.name, "path": wanted.path, "version": wanted.number, **self._who_moved(wanted)}
+    def _activation(self, wanted: Wanted, before: str) -> dict[str, Any]:
+        asked = {"name": wanted.name, "path": wanted.path, "version": wanted.number, **self._who_moved(wanted)}
+        stale_kl = wanted.stale_kl(before)
+        return asked if stale_kl is None else asked | {"stale_kl": stale_kl}
 
     def _who_moved(self, wanted: Wanted) -> dict[str, Any]:
         """Who moved the alias and why, if kvloop did (it writes that down before it moves it); else MLflow's user."""
@@ -132,7 +148,7 @@ class Follower:
         if before == BASE:
             self._registry.delete_alias(PREVIOUS)
         else:
-            self._registry.set_alias(PREVIOUS, before.removeprefix("v").partition("-")[0])
+            self._registry.set_alias(PREVIOUS, number_of(before))
 
 
 def _message(answer: httpx.Response) -> str:

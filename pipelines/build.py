@@ -32,15 +32,16 @@ def build_retrain(
     gate_settings: GateSettings,
     on_event: Callable[[Event], None] = lambda event: None,
     worker_url: str | None = None,
+    reuse_max_kl: float = 0.0,
 ) -> Retrain:
     """The pipeline on the base model in `model_dir`.
 
     What runs share (replay rows, scores kept from before) lies in `shared` in the runs' folder. The evaluation starts
-    a worker of its own unless `worker_url` names one.
+    a worker of its own unless `worker_url` names one. `reuse_max_kl` is the bar for stale KV that reports name.
     """
     shared = settings.folder.absolute() / "shared"
     trainer = Trainer(model_dir, settings.recipe, train_settings, shared / "replay")
-    judge = Judge(model_dir, eval_settings, gate_settings, shared / "scores", worker_url)
+    judge = Judge(model_dir, eval_settings, gate_settings, shared / "scores", worker_url, reuse_max_kl)
     return Retrain(journal, registry, settings, trainer, judge, on_event)
 
 
@@ -90,12 +91,14 @@ class Judge:
         gate: GateSettings,
         kept_folder: Path,
         worker_url: str | None = None,
+        reuse_max_kl: float = 0.0,
     ) -> None:
         self._model_dir = model_dir
         self._settings = settings
         self._gate = gate
         self._kept_folder = kept_folder
         self._worker_url = worker_url
+        self._reuse_max_kl = reuse_max_kl
 
     def __call__(
         self, *, heldout: Path, candidate: Adapter, champion: Adapter | None, out_dir: Path, advance: Advance
@@ -108,6 +111,7 @@ class Judge:
             champion=EvalModel(name=champion.name, adapter=champion.path) if champion else None,
             worker_url=self._worker_url,
             kept_folder=self._kept_folder,
+            reuse_max_kl=self._reuse_max_kl,
             settings=self._settings,
         )
 
@@ -118,14 +122,20 @@ class Judge:
         decision = decide(result.target(), result.guards(), self._gate)
         write(result, decision, out_dir)
         return Judged(
-            verdict=decision.verdict, reasons=tuple(decision.reasons), metrics=_metrics(result), report_dir=out_dir
+            verdict=decision.verdict,
+            reasons=tuple(decision.reasons),
+            metrics=_metrics(result),
+            report_dir=out_dir,
+            stale_kl=result.stale_kv.kl if result.stale_kv else None,
         )
 
 
 def _metrics(result: EvalResult) -> dict[str, float]:
-    """Each model's means as `role.metric`, where roles are base, champion and candidate."""
+    """Each model's means as `role.metric`, where roles are base, champion and candidate; and what stale KV costs."""
+    stale = result.stale_kv
+    of_memory = {f"stale_kv.{group.kind}.kl": group.kl for group in stale.groups} if stale else {}
     roles = {result.champion: "champion", result.candidate: "candidate", result.base: "base"}
-    return {
+    return of_memory | {
         f"{roles[model]}.{metric.replace(' ', '_')}": value
         for model, values in summary(result).items()
         for metric, value in values.items()

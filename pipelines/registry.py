@@ -22,6 +22,10 @@ from pipelines.settings import RegistrySettings
 
 CHAMPION = "champion"
 PREVIOUS = "previous"
+COMPARED_WITH = "compared_with"
+"""Tag of a version: the number of the version it was evaluated against, or `base`."""
+STALE_KL = "stale_kl"
+"""Tag of a version: KL of serving it on KV of the version it was evaluated against, in nats per token."""
 _RUN_TAG = "kvloop.run"
 _ADAPTER, _REPORT = "adapter", "report"
 _MOST_PARAM_CHARACTERS = 500
@@ -45,6 +49,13 @@ class Version:
     aliases: tuple[str, ...]
     created_at: float
     """UTC seconds since 1970."""
+
+    def stale_kl(self, before: str) -> float | None:
+        """What serving this version on the KV of version `before` (a number, or `base`) costs, if that was measured."""
+        try:
+            return float(self.tags[STALE_KL]) if self.tags.get(COMPARED_WITH) == before else None
+        except (KeyError, ValueError):
+            return None
 
 
 class Registry:

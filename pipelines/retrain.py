@@ -18,8 +18,8 @@ from typing import Any
 from memory.journal import Conflict, Journal, Json, LeaseLost, Run
 from memory.journal.records import RunStatus
 from pipelines.lease import HeldLease
-from pipelines.promotion import Promotions
-from pipelines.registry import CHAMPION
+from pipelines.promotion import BASE, Promotions
+from pipelines.registry import CHAMPION, COMPARED_WITH, STALE_KL
 from pipelines.settings import RetrainSettings
 from pipelines.stages import Adapter, EvaluateStage, Event, Outcome, Result, StepName, TrainStage, VersionRegistry
 from train.curate import curate
@@ -220,6 +220,7 @@ class _Work:
             "reasons": list(judged.reasons),
             "metrics": judged.metrics,
             "report": str(judged.report_dir),
+            "stale_kl": judged.stale_kl,
         }
 
     def _do_register(self, dataset: Json, trained: Json, judged: Json) -> Json:
@@ -228,8 +229,10 @@ class _Work:
         tags = {
             "verdict": judged["verdict"],
             "dataset": dataset["digest"],
-            "compared_with": judged["champion"] or "base",
+            COMPARED_WITH: judged["champion"] or BASE,
         }
+        if judged.get("stale_kl") is not None:
+            tags[STALE_KL] = repr(judged["stale_kl"])
         version = self._of.registry.register(
             adapter,
             manifest,

@@ -57,6 +57,8 @@ class Judged:
     reasons: tuple[str, ...]
     metrics: dict[str, float]
     report_dir: Path
+    stale_kl: float | None = None
+    """KL of serving the candidate on the champion's KV, in nats per token; None where it was not measured."""
 
 
 class TrainStage(Protocol):

@@ -21,13 +21,18 @@ EOS = 2
 
 
 class State:
-    """What the server was asked. `better` adapters find every token likelier; `refusals` is how often it is full."""
+    """What the server was asked. `better` adapters find every token likelier; `refusals` is how often it is full.
+
+    `stale_kl` is what divergence is said to be; None is a worker that cannot measure it.
+    """
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
         self.loaded: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.refusals = 0
+        self.divergence: list[dict[str, Any]] = []
+        self.stale_kl: float | None = 0.004
         self.broken = False
         self.crash = False
 
@@ -76,8 +81,24 @@ class Handler(BaseHTTPRequestHandler):
             state.adapters[body["lora_name"]] = body["lora_path"]
             state.loaded.append(body["lora_name"])
             self._send(200, {})
+        elif self.path.endswith("/kv/divergence"):
+            self._diverge(body)
         else:
             self._complete(body)
+
+    def _diverge(self, body: dict[str, Any]) -> None:
+        state = self.server.state
+        if state.stale_kl is None:
+            self._send(404, {"detail": "Not Found"})
+            return
+        for name in (body["model"], *body["versions"]):
+            assert name == "base" or name in state.adapters, f"{name} is not resident"
+        state.divergence.append(body)
+        tokens = sum(len(ids) - prefix for ids, prefix in zip(body["prompts"], body["prefixes"], strict=True))
+        measured = {"kl_p95": 0.02, "top1": 0.97, "answer_agreement": 0.9, "tokens": tokens}
+        versions = {name: measured | {"kl_mean": state.stale_kl / len(state.divergence)} for name in body["versions"]}
+        noise = measured | {"kl_mean": 0.0016}
+        self._send(200, {"object": "kv.divergence", "noise": noise, "codecs": {}, "versions": versions})
 
     def _complete(self, body: dict[str, Any]) -> None:
         state = self.server.state
