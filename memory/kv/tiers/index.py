@@ -1,14 +1,16 @@
-"""The index of the disk tier: which chunks there are, what they follow, what they are worth.
+"""The index of the disk and remote tiers: which chunks there are, what they follow, what they are worth.
 
 Invariants:
 - Everything in it can be read again from the chunk files, besides how often and when they were used. So it is
   written without syncing each commit, and a damaged one is thrown away.
+- A chunk is entered as "writing" before its file appears and marked "stored" afterwards. So whoever opens the index
+  need look only at the rows that a killed writer left, never at all files; and bytes are counted before they exist.
 - A row's `worth` orders eviction: the time of the last use, plus a bonus for reuse that is largest for the first
   chunk of a sequence (a shared prompt), minus a penalty once a longer chunk holds the same tokens. A sequence's
   earlier chunks are never worth less than its later ones.
 
 Opening raises `OSError` or `sqlite3.Error`, the methods `sqlite3.Error`; `is_damage` tells which mean that the index
-must be rebuilt.
+must be built anew.
 """
 
 from __future__ import annotations
@@ -16,35 +18,38 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memory.kv.codec.factory import CODECS
-from memory.kv.forget import Held
+from memory.kv.fidelity import RUNGS
 from memory.kv.tiers.base import Stored
+from memory.kv.tiers.index_schema import (
+    BUILD_CACHE_KIBIBYTES,
+    INDICES,
+    SCHEMA_VERSION,
+    SUMS,
+    TABLES,
+    TIERS,
+    TRIGGERS,
+    ZEROS,
+    Held,
+    IndexDamaged,
+    IndexMissing,
+    Place,
+    Row,
+    Tier,
+    Victim,
+    connect,
+    discard,
+    is_damage,
+)
 
-SCHEMA_VERSION = 1
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS chunks (
-    key BLOB PRIMARY KEY NOT NULL,
-    parent BLOB NOT NULL,
-    start INTEGER NOT NULL,
-    tokens INTEGER NOT NULL,
-    ids BLOB NOT NULL,
-    bytes INTEGER NOT NULL,
-    codec TEXT NOT NULL,
-    hits INTEGER NOT NULL,
-    last_used REAL NOT NULL,
-    superseded INTEGER NOT NULL,
-    worth REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS chunks_by_length ON chunks (parent, tokens);
-CREATE INDEX IF NOT EXISTS chunks_by_use ON chunks (parent, last_used);
-CREATE INDEX IF NOT EXISTS chunks_by_worth ON chunks (worth, start, bytes, tokens);
-"""
+__all__ = ["Held", "Index", "IndexDamaged", "IndexMissing", "Place", "Row", "Tier", "Victim", "is_damage"]
+
 REUSE_BONUS = 300.0
 FIRST_CHUNK_BONUS = 3600.0
 COUNTED_HITS = 64
@@ -52,80 +57,111 @@ SUPERSEDED_PENALTY = 1e9
 """Seconds that one reuse adds to a chunk's last use; the same for a first chunk; the most that count; what a
 superseded chunk loses. A prompt that was reused 64 times outlives its last use by less than three days."""
 
-WORTH = (
-    f"last_used + MIN(hits, {COUNTED_HITS}) * (CASE WHEN start = 0 THEN {FIRST_CHUNK_BONUS} ELSE {REUSE_BONUS} END)"
-    f" - superseded * {SUPERSEDED_PENALTY}"
+USABLE = "state = 'stored' AND (expires = 0 OR expires > ?)"
+FOUND = "key, tier, tokens, bytes, codec, fidelity, hits, owner, expires, prefix"
+FOUND_TYPES = [bytes, str, int, int, str, str, int, bytes, float, bytes]
+ROW = (
+    "key, parent, start, tokens, prefix, bytes, codec, fidelity, model, band, owner, expires, last_used, tier, state,"
+    " raw_bytes"
 )
-COLUMNS = "key, tokens, bytes, codec, hits, ids"
+INSERT = (
+    f"INSERT INTO chunks ({ROW}, hits, superseded, worth)"
+    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, 0, 0, ?13)"
+)
+REPLACE = (
+    " ON CONFLICT (key) DO UPDATE SET bytes = excluded.bytes, raw_bytes = excluded.raw_bytes, codec = excluded.codec,"
+    " fidelity = excluded.fidelity, tier = excluded.tier, state = excluded.state, expires = excluded.expires,"
+    " owner = excluded.owner, prefix = excluded.prefix"
+)
+TOUCH = (
+    "UPDATE chunks SET last_used = MAX(last_used, ?1), hits = hits + ?2,"
+    " superseded = CASE WHEN ?2 > 0 THEN 0 ELSE superseded END,"
+    f" worth = MAX(last_used, ?1) + MIN(hits + ?2, {COUNTED_HITS})"
+    f" * (CASE WHEN start = 0 THEN {FIRST_CHUNK_BONUS} ELSE {REUSE_BONUS} END)"
+    f" - (CASE WHEN ?2 > 0 THEN 0 ELSE superseded END) * {SUPERSEDED_PENALTY} WHERE key = ?3"
+)
+SUPERSEDE = f"UPDATE chunks SET superseded = 1, worth = worth - {SUPERSEDED_PENALTY} WHERE key = ? AND superseded = 0"
+LENGTHS = (  # steps from one length to the next larger one: a parent may have a hundred thousand followers
+    "WITH RECURSIVE found (tokens) AS (SELECT MIN(tokens) FROM chunks WHERE parent = ?1"
+    " UNION ALL SELECT (SELECT MIN(tokens) FROM chunks WHERE parent = ?1 AND tokens > found.tokens) FROM found"
+    " WHERE found.tokens IS NOT NULL) SELECT tokens FROM found WHERE tokens IS NOT NULL"
+)
 BATCH = 500
 READ_TIMEOUT, WRITE_TIMEOUT = 0.05, 5.0
-DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_FORMAT}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A chunk to enter."""
-
-    key: bytes
-    parent: bytes
-    start: int
-    tokens: int
-    ids: bytes
-    size: int
-    codec: str
-    last_used: float
-
-
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A chunk that may leave."""
-
-    key: bytes
-    size: int
-    last_used: float
-
-
-class IndexDamaged(sqlite3.DatabaseError):
-    """The file is a database of another kind."""
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the index itself is broken, rather than busy or on a disk that fails."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return isinstance(error, IndexDamaged) or (code is not None and code & 0xFF in DAMAGE)
 
 
 class Index:
     """Thread-safe; many processes may have the same file open. Reading waits for no writer."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens or creates the index at `path`; None keeps it in memory (the folder cannot be written to)."""
+        """Opens the index at `path`; None makes an empty one in memory (the folder cannot be written to).
+
+        Raises `IndexMissing` where there is none yet: see `build`.
+        """
         self.path = path
-        if path is not None:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # it holds token ids
+        if path is not None and not path.exists():
+            raise IndexMissing(f"there is no index at {path}")
         self._write_lock = threading.RLock()
-        self._writer = _connect(path, WRITE_TIMEOUT)
+        self._writer = connect(path, WRITE_TIMEOUT)
         self._reader, self._read_lock = self._writer, self._write_lock
         try:
+            if path is None:
+                _create(self._writer, ())
             self._prepare()
             if path is not None:
-                self._reader, self._read_lock = _connect(path, READ_TIMEOUT), threading.RLock()
+                self._reader, self._read_lock = connect(path, READ_TIMEOUT), threading.RLock()
             self._inode = path.stat().st_ino if path else 0
         except BaseException:
             self.close()
             raise
 
+    @classmethod
+    def build(cls, path: Path | None, rows: Iterable[Row]) -> Index:
+        """Replaces whatever is at `path` by a complete index of `rows`, whose keys all differ. Hold the folder's lock.
+
+        A kill at any moment leaves an index that `Index(path)` calls missing. What `rows` raises goes through.
+        """
+        if path is None:
+            index = cls(None)
+            index.add(rows)
+            return index
+        discard(path)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # who stored what is nobody's business
+        connection = connect(path, WRITE_TIMEOUT)
+        try:
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute(f"PRAGMA cache_size = -{BUILD_CACHE_KIBIBYTES}")
+            _create(connection, rows)
+        finally:
+            connection.close()
+        _seal(path)
+        return cls(path)
+
     def _prepare(self) -> None:
-        self._writer.execute("PRAGMA journal_mode = WAL")
         self._writer.execute("PRAGMA synchronous = NORMAL")
-        self._writer.execute("PRAGMA secure_delete = ON")  # token ids are words: what is struck out is overwritten
+        self._writer.execute("PRAGMA secure_delete = ON")  # what is struck out is overwritten
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise IndexDamaged(f"index has schema {version}, this program uses {SCHEMA_VERSION}")
         if version == 0:
-            self._writer.executescript(SCHEMA)
-            self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        self._writer.execute(f"SELECT {COLUMNS}, parent, start, superseded, worth FROM chunks LIMIT 1")
+            raise IndexMissing("the index was never completed")
+        if version != SCHEMA_VERSION:
+            raise IndexDamaged(f"index has schema {version}, this program uses {SCHEMA_VERSION}")
+        for name in INDICES:  # cheap: the first page or two of every tree
+            partial = "WHERE " + INDICES[name].partition(" WHERE ")[2] if " WHERE " in INDICES[name] else ""
+            self._writer.execute(f"SELECT 1 FROM chunks INDEXED BY {name} {partial} LIMIT 1").fetchall()
+        self._writer.execute(f"SELECT {ROW}, hits, superseded, worth FROM chunks LIMIT 1").fetchall()
+        if len(self._writer.execute("SELECT tier FROM totals WHERE bytes >= 0").fetchall()) != 2:
+            raise IndexDamaged("the sums of the index are not there")
+        self._check_length()
+
+    def _check_length(self) -> None:
+        """A file that was cut short need not show in its first pages."""
+        if self.path is None or _size(self.path.with_name(self.path.name + "-wal")):
+            return
+        pages = self._writer.execute("PRAGMA page_count").fetchone()[0]
+        page = self._writer.execute("PRAGMA page_size").fetchone()[0]
+        if _size(self.path) < pages * page:
+            raise IndexDamaged("the index was cut short")
 
     def is_current(self) -> bool:
         """Whether `path` is still the file that is open: someone may have deleted or replaced it."""
@@ -142,68 +178,128 @@ class Index:
             self._reader.close()
             self._writer.close()
 
-    # reading
+    # lookups: the serving path
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        """Those of `keys` that are entered."""
+        """Those of `keys` that are stored and have not expired."""
         found: dict[bytes, Stored] = {}
         for at in range(0, len(keys), BATCH):
             batch = keys[at : at + BATCH]
-            marks = ",".join("?" * len(batch))
-            found |= {
-                row[0]: _stored(row)
-                for row in self._read(f"SELECT {COLUMNS} FROM chunks WHERE key IN ({marks})", batch)
-            }
+            query = f"SELECT {FOUND} FROM chunks WHERE key IN ({_marks(batch)}) AND {USABLE}"
+            found |= {row[0]: _stored(row) for row in self._read(query, (*batch, time.time()))}
         return found
 
     def lengths(self, parent: bytes) -> list[int]:
-        """The different token counts of the chunks that follow `parent`."""
-        rows = self._read("SELECT DISTINCT tokens FROM chunks WHERE parent = ? ORDER BY tokens", (parent,))
-        return [row[0] for row in rows]
+        """The different token counts of the chunks that follow `parent`, in order."""
+        return [row[0] for row in self._read(LENGTHS, (parent,))]
 
     def siblings(self, parent: bytes, limit: int) -> list[Stored]:
         """Up to `limit` chunks that follow `parent`, the most recently used first."""
-        query = f"SELECT {COLUMNS} FROM chunks WHERE parent = ? ORDER BY last_used DESC LIMIT ?"
-        return [_stored(row) for row in self._read(query, (parent, limit))]
+        query = f"SELECT {FOUND} FROM chunks WHERE parent = ? AND {USABLE} ORDER BY last_used DESC LIMIT ?"
+        return [_stored(row) for row in self._read(query, (parent, time.time(), limit))]
 
-    def keys(self) -> dict[bytes, int]:
-        """All keys, with the size of each one's file."""
-        return dict(self._read("SELECT key, bytes FROM chunks", ()))
+    # questions of eviction and upkeep
 
-    def held(self) -> list[Held]:
-        """Every chunk that is entered, with its token ids."""
-        return [Held(*row) for row in self._read("SELECT key, parent, start, ids FROM chunks", ())]
+    def totals(self, tier: Tier = "disk") -> tuple[int, int, int]:
+        """Chunks, tokens and bytes of a tier; what is being written included."""
+        found = self._read("SELECT chunks, tokens, bytes FROM totals WHERE tier = ?", (tier,))
+        return tuple(found[0]) if found else (0, 0, 0)
 
-    def totals(self) -> tuple[int, int, int]:
-        """Chunks, tokens and bytes."""
-        query = "SELECT COUNT(*), COALESCE(SUM(tokens), 0), COALESCE(SUM(bytes), 0) FROM chunks"
-        chunks, tokens, size = self._read(query, ())[0]
-        return chunks, tokens, size
-
-    def used_bytes(self) -> int:
+    def used_bytes(self, tier: Tier = "disk") -> int:
         """Bytes of all files entered."""
-        return int(self._read("SELECT COALESCE(SUM(bytes), 0) FROM chunks", ())[0][0])
+        return self.totals(tier)[2]
 
-    def least_worth(self, limit: int) -> list[Victim]:
+    def least_worth(self, limit: int, tier: Tier = "disk", skip: int = 0) -> list[Victim]:
         """The chunks that should leave first, in order; of equals the one furthest from its sequence's start."""
-        query = "SELECT key, bytes, last_used FROM chunks ORDER BY worth, start DESC LIMIT ?"
-        return [Victim(*row) for row in self._read(query, (limit,))]
+        query = (
+            "SELECT key, bytes, last_used, codec FROM chunks WHERE tier = ? AND state = 'stored'"
+            " ORDER BY worth, start DESC LIMIT ? OFFSET ?"
+        )
+        return [Victim(*row) for row in self._read(query, (tier, limit, skip))]
+
+    def colder_than(self, codec: str, before: float, limit: int) -> list[bytes]:
+        """Chunks on disk in this codec that were last used before a time, the coldest first."""
+        query = (
+            "SELECT key FROM chunks WHERE tier = 'disk' AND codec = ? AND last_used < ? AND state = 'stored'"
+            " ORDER BY last_used LIMIT ?"
+        )
+        return [row[0] for row in self._read(query, (codec, before, limit))]
+
+    def expired(self, now: float, limit: int) -> list[bytes]:
+        """Chunks whose time has passed, the oldest first."""
+        query = "SELECT key FROM chunks WHERE expires > 0 AND expires <= ? ORDER BY expires LIMIT ?"
+        return [row[0] for row in self._read(query, (now, limit))]
+
+    def by_owner(self, owner: bytes) -> list[bytes]:
+        """Every chunk of an owner, in whatever tier and state."""
+        return [row[0] for row in self._read("SELECT key FROM chunks WHERE owner = ?", (owner,))]
+
+    def longest_child(self, key: bytes) -> int:
+        """Tokens of the longest chunk that follows this one; 0 without."""
+        return int(self._read("SELECT COALESCE(MAX(tokens), 0) FROM chunks WHERE parent = ?", (key,))[0][0])
+
+    def rows(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
+        """Those of `keys` that are entered, in whatever state."""
+        found: dict[bytes, Row] = {}
+        for at in range(0, len(keys), BATCH):
+            batch = keys[at : at + BATCH]
+            query = f"SELECT {ROW} FROM chunks WHERE key IN ({_marks(batch)})"
+            found |= {row[0]: Row(*row) for row in self._read(query, batch)}
+        return found
+
+    def writing(self) -> list[Row]:
+        """What is being written; under the folder's lock: what writers that were killed left behind."""
+        return [Row(*row) for row in self._read(f"SELECT {ROW} FROM chunks WHERE state = 'writing'", ())]
+
+    def places_after(self, key: bytes, limit: int) -> list[Place]:
+        """The chunks that are stored, in the order of their keys, from the first beyond `key`."""
+        query = "SELECT key, bytes, tier FROM chunks WHERE key > ? AND state = 'stored' ORDER BY key LIMIT ?"
+        return [Place(*row) for row in self._read(query, (key, limit))]
+
+    def keys(self, tier: Tier = "disk") -> dict[bytes, int]:
+        """All keys of a tier, with the size of each one's file. Reads the whole index."""
+        return dict(self._read("SELECT key, bytes FROM chunks WHERE tier = ?", (tier,)))
+
+    def holdings(self) -> list[Held]:
+        """What is held, by model, band, codec and fidelity. Reads the whole index."""
+        query = (
+            "SELECT model, band, codec, fidelity, COUNT(*), SUM(tokens), SUM(bytes), SUM(raw_bytes) FROM chunks"
+            " GROUP BY model, band, codec, fidelity"
+        )
+        return [Held(*row) for row in self._read(query, ())]
+
+    def fact(self, name: str) -> bytes | None:
+        """What `note` kept under a name."""
+        found = self._read("SELECT value FROM facts WHERE name = ?", (name,))
+        return found[0][0] if found else None
 
     # writing
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Enters chunks; one that is entered already keeps its hits."""
-        values = [
-            (row.key, row.parent, row.start, row.tokens, row.ids, row.size, row.codec, row.last_used, row.last_used)
-            for row in rows
-        ]
+    def enter(self, row: Row) -> None:
+        """Enters a chunk whose file is about to appear: nobody finds it before `stored`, but its bytes count."""
+        self.add([replace(row, state="writing")])
+
+    def stored(self, key: bytes) -> None:
+        """Marks a chunk as stored: its file is there."""
         with self._transaction() as writer:
-            writer.executemany(
-                "INSERT INTO chunks (key, parent, start, tokens, ids, bytes, codec, hits, last_used, superseded, worth)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?, 0, ?)"
-                " ON CONFLICT (key) DO UPDATE SET bytes = excluded.bytes, codec = excluded.codec",
-                values,
-            )
+            writer.execute("UPDATE chunks SET state = 'stored' WHERE key = ?", (key,))
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Enters chunks as they are; one that is entered already keeps its hits and its last use."""
+        with self._transaction() as writer:
+            writer.executemany(INSERT + REPLACE, map(_values, rows))
+
+    def rewritten(self, key: bytes, size: int, codec: str, fidelity: str) -> None:
+        """Records that a chunk's file was replaced by one in another codec."""
+        with self._transaction() as writer:
+            query = "UPDATE chunks SET bytes = ?, codec = ?, fidelity = ? WHERE key = ?"
+            writer.execute(query, (size, codec, fidelity, key))
+
+    def moved(self, key: bytes, tier: Tier, size: int) -> bool:
+        """Records that a chunk lies in another tier now; False where it is not entered any more."""
+        with self._transaction() as writer:
+            query = "UPDATE chunks SET tier = ?, bytes = ?, state = 'stored' WHERE key = ?"
+            return writer.execute(query, (tier, size, key)).rowcount > 0
 
     def remove(self, keys: Iterable[bytes]) -> int:
         """Strikes chunks out; returns how many were entered."""
@@ -220,26 +316,18 @@ class Index:
 
         Returns the keys that are not entered.
         """
-        missing: list[bytes] = []
         with self._transaction() as writer:
-            for key, stamp, hits in uses:
-                found = writer.execute(
-                    "UPDATE chunks SET last_used = MAX(last_used, ?), hits = hits + ?,"
-                    " superseded = CASE WHEN ? > 0 THEN 0 ELSE superseded END WHERE key = ?",
-                    (stamp, hits, hits, key),
-                ).rowcount
-                if found:
-                    writer.execute(f"UPDATE chunks SET worth = {WORTH} WHERE key = ?", (key,))
-                else:
-                    missing.append(key)
-        return missing
+            return [key for key, stamp, hits in uses if not writer.execute(TOUCH, (stamp, hits, key)).rowcount]
 
     def supersede(self, keys: Iterable[bytes]) -> None:
         """Marks chunks whose tokens a longer chunk holds as well."""
         with self._transaction() as writer:
-            values = [(key,) for key in keys]
-            writer.executemany("UPDATE chunks SET superseded = 1 WHERE key = ?", values)
-            writer.executemany(f"UPDATE chunks SET worth = {WORTH} WHERE key = ?", values)
+            writer.executemany(SUPERSEDE, [(key,) for key in keys])
+
+    def note(self, name: str, value: bytes) -> None:
+        """Keeps a value under a name, as long as this index lasts."""
+        with self._transaction() as writer:
+            writer.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     def _read(self, query: str, values: Sequence[Any]) -> list[Any]:
         with self._read_lock:
@@ -258,16 +346,69 @@ class Index:
                 raise
 
 
-def _connect(path: Path | None, timeout: float) -> sqlite3.Connection:
-    name = ":memory:" if path is None else str(path)
-    connection = sqlite3.connect(name, timeout=timeout, isolation_level=None, check_same_thread=False)
-    connection.text_factory = lambda text: text.decode("utf-8", "replace")  # damaged text must not raise on reading
-    return connection
+def _create(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:
+    """All tables, filled first and indexed afterwards: a tenth of the time that it takes the other way round."""
+    connection.executescript(TABLES)
+    connection.execute("BEGIN")
+    connection.executemany(INSERT, map(_values, rows))
+    for index in INDICES.values():
+        connection.execute(f"CREATE {index}")
+    connection.execute(SUMS)
+    connection.execute(ZEROS)
+    connection.execute("COMMIT")
+    connection.executescript(TRIGGERS)
+    if connection.execute("PRAGMA database_list").fetchone()[2] == "":
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def _stored(row: tuple[bytes, int, int, str, int, bytes]) -> Stored:
-    if [type(value) for value in row] != [bytes, int, int, str, int, bytes] or len(row[5]) != 4 * row[1]:
+def _seal(path: Path) -> None:
+    """Makes a built index durable, and only then calls it complete."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    connection = connect(path, WRITE_TIMEOUT)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL").fetchall()
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    finally:
+        connection.close()
+
+
+def _values(row: Row) -> tuple[Any, ...]:
+    return (
+        row.key,
+        row.parent,
+        row.start,
+        row.tokens,
+        row.prefix,
+        row.size,
+        row.codec,
+        row.fidelity,
+        row.model,
+        row.band,
+        row.owner,
+        row.expires,
+        row.last_used,
+        row.tier,
+        row.state,
+        row.raw_bytes,
+    )
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _stored(row: Sequence[Any]) -> Stored:
+    if [type(value) for value in row] != FOUND_TYPES or row[1] not in TIERS or row[5] not in RUNGS:
         raise IndexDamaged("a row of the index does not hold what it should")
-    key, tokens, size, codec, hits, ids = row
-    fidelity = CODECS[codec].fidelity if codec in CODECS else codec
-    return Stored(key, "disk", tokens, size, fidelity, hits, ids)
+    return Stored(*row)
