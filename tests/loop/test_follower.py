@@ -164,6 +164,16 @@ def test_serving_follows_promotions_and_rollbacks(world: World) -> None:
     assert world.journal.list_promotions(to_version=one)[-1].report == "/reports/1"
 
 
+def test_what_stale_kv_costs_is_told_only_of_the_move_it_was_measured_for(world: World) -> None:
+    for version in ("2", "1", "2", "3"):
+        world.promotions.promote(version, "kvloop", "by hand")
+        world.follower.step()
+    world.registry.delete_alias(CHAMPION)
+    world.follower.step()
+    asked = [(asked["version"], asked.get("stale_kl")) for asked in world.gateway.asked]
+    assert asked == [("2", None), ("1", None), ("2", 0.004), ("3", None), (None, None)]
+
+
 def test_the_first_version_rolls_back_to_the_base(world: World) -> None:
     world.promotions.promote("1", "kvloop", "try")
     world.follower.step()

@@ -16,7 +16,8 @@ def adapter_folder(folder: Path, digest: str, **manifest: Any) -> Path:
     return folder
 
 
-def register(registry: Registry, folder: Path, digest: str, verdict: str = "pass") -> str:
+def register(registry: Registry, folder: Path, digest: str, verdict: str = "pass", **tags: str) -> str:
     """Registers such a folder; returns the version's number."""
     adapter = adapter_folder(folder, digest)
-    return registry.register(adapter, {"adapter_digest": digest}, {}, None, f"run_{digest[:8]}", {"verdict": verdict})
+    all_tags = {"verdict": verdict, **tags}
+    return registry.register(adapter, {"adapter_digest": digest}, {}, None, f"run_{digest[:8]}", all_tags)

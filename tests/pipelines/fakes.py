@@ -37,6 +37,7 @@ class Stages:
         self.verdict = verdict
         self.for_real = for_real
         self.error: Exception | None = None
+        self.stale_kl: float | None = 0.0042
         folder.mkdir(parents=True, exist_ok=True)
 
     def effect(self, name: str) -> None:
@@ -80,7 +81,13 @@ class Stages:
         self.effect("evaluated")
         self.maybe_die("after evaluate")
         verdict: Any = self.verdict
-        return Judged(verdict=verdict, reasons=("heldout: better",), metrics={"heldout": 0.9}, report_dir=out_dir)
+        return Judged(
+            verdict=verdict,
+            reasons=("heldout: better",),
+            metrics={"heldout": 0.9},
+            report_dir=out_dir,
+            stale_kl=self.stale_kl,
+        )
 
 
 class FakeRegistry:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.registry import CHAMPION, Registry, RegistryError, VersionNotFound
+from pipelines.registry import CHAMPION, Registry, RegistryError, Version, VersionNotFound
 from pipelines.settings import RegistrySettings
 
 # MLflow and what it imports warn about themselves.
@@ -41,6 +41,25 @@ def test_before_the_first_version_there_is_nothing(registry: Registry) -> None:
     registry.delete_alias(CHAMPION)
     with pytest.raises(VersionNotFound, match="none yet"):
         registry.version_path("1")
+
+
+@pytest.mark.parametrize(
+    ("tags", "before", "told"),
+    [
+        ({"compared_with": "1", "stale_kl": "0.004"}, "1", 0.004),
+        ({"compared_with": "base", "stale_kl": "1e-05"}, "base", 1e-5),
+        ({"compared_with": "1", "stale_kl": "0.004"}, "2", None),
+        ({"compared_with": "1", "stale_kl": "0.004"}, "base", None),
+        ({"compared_with": "1", "stale_kl": "low"}, "1", None),
+        ({"compared_with": "1"}, "1", None),
+        ({"stale_kl": "0.004"}, "1", None),
+    ],
+)
+def test_what_stale_kv_costs_holds_for_one_version_before(
+    tags: dict[str, str], before: str, told: float | None, tmp_path: Path
+) -> None:
+    version = Version(number="3", path=tmp_path, tags=tags, aliases=(), created_at=0.0)
+    assert version.stale_kl(before) == told
 
 
 def test_a_run_registers_one_version_with_all_it_brings(registry: Registry, adapter: Path, report: Path) -> None:

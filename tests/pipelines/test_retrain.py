@@ -73,6 +73,7 @@ def test_a_pass_moves_the_champion_and_says_why(bench: Bench) -> None:
     assert (entry.reason, entry.report) == ("heldout: better", outcome.report)
     (version,) = bench.registry.versions
     assert version["tags"]["verdict"] == "pass"
+    assert (version["tags"]["compared_with"], version["tags"]["stale_kl"]) == ("base", "0.0042")
     assert version["metrics"] == {"train.loss": 0.5, "train.seconds": 1.0, "eval.heldout": 0.9}
     assert bench.journal.trained_on("acme", taught[0])[1] == ("1",)
     run = bench.journal.get_run(outcome.run_id)
@@ -103,11 +104,13 @@ def test_without_proof_it_is_registered_but_not_promoted(bench: Bench, verdict: 
     teach(bench.journal, 4)
     teach(bench.journal, 3, "eval")
     bench.stages.verdict = verdict
+    bench.stages.stale_kl = None
     outcome = bench.retrain()
     assert (outcome.result, outcome.version, outcome.exit_code) == (result, "1", 0)
     assert bench.registry.versions[0]["tags"]["verdict"] == verdict
     assert bench.registry.get_alias(CHAMPION) is None
     assert bench.journal.list_promotions() == []
+    assert "stale_kl" not in bench.registry.versions[0]["tags"]
 
 
 def test_too_little_that_is_new_ends_the_run_at_once(bench: Bench) -> None:
