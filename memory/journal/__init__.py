@@ -3,7 +3,7 @@
 Holds no KV bytes and no weights: tokens, words and decisions only.
 """
 
-from memory.journal.errors import Conflict, InvalidRecord, JournalError, LeaseLost, NotFound, SchemaTooNew
+from memory.journal.errors import Conflict, Gone, InvalidRecord, JournalError, LeaseLost, NotFound, SchemaTooNew
 from memory.journal.journal import Journal
 from memory.journal.records import (
     DeletionReceipt,
@@ -12,13 +12,20 @@ from memory.journal.records import (
     FeedbackKind,
     Json,
     Lease,
+    Memory,
+    MemoryPrefix,
+    MemoryReceipt,
     NewResponse,
     Promotion,
+    Refresh,
+    RefreshCounts,
     Response,
     Run,
     Serving,
     Session,
+    Sleeper,
     Step,
+    VersionMove,
 )
 from memory.journal.settings import JournalSettings
 
@@ -28,6 +35,7 @@ __all__ = [
     "DemonstrationRow",
     "Feedback",
     "FeedbackKind",
+    "Gone",
     "InvalidRecord",
     "Journal",
     "JournalError",
@@ -35,13 +43,20 @@ __all__ = [
     "Json",
     "Lease",
     "LeaseLost",
+    "Memory",
+    "MemoryPrefix",
+    "MemoryReceipt",
     "NewResponse",
     "NotFound",
     "Promotion",
+    "Refresh",
+    "RefreshCounts",
     "Response",
     "Run",
     "SchemaTooNew",
     "Serving",
     "Session",
+    "Sleeper",
     "Step",
+    "VersionMove",
 ]

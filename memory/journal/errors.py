@@ -19,6 +19,14 @@ class NotFound(JournalError):
         self.name = name
 
 
+class Gone(NotFound):
+    """A record of this tenant that ended: `why` is "deleted" or "expired". Told apart only for its own tenant."""
+
+    def __init__(self, kind: str, name: str, why: str) -> None:
+        super().__init__(kind, name)
+        self.why = why
+
+
 class Conflict(JournalError):
     """Another writer was first: the id is taken, or the session has moved on. Read it again and retry."""
 

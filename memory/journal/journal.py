@@ -13,14 +13,16 @@ from memory.journal.database import open_engine
 from memory.journal.feedback import FeedbackPart
 from memory.journal.ledger import Ledger
 from memory.journal.lineage import Lineage
+from memory.journal.memories import Memories
+from memory.journal.refreshes import Refreshes
 from memory.journal.responses import Responses
 from memory.journal.runs import Runs
 from memory.journal.sessions import Sessions
 from memory.journal.settings import JournalSettings
 
 
-class Journal(Sessions, Responses, FeedbackPart, Ledger, Runs, Lineage):
-    """The durable record of sessions, responses, feedback, promotions and runs.
+class Journal(Sessions, Responses, FeedbackPart, Ledger, Runs, Lineage, Memories, Refreshes):
+    """The durable record of sessions, responses, memories, feedback, promotions, refreshes and runs.
 
     Synchronous and thread-safe; several processes may have one database open. Whatever a method returned is on disk.
     """

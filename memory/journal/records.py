@@ -11,11 +11,17 @@ Split = Literal["train", "eval"]
 FeedbackKind = Literal["boolean", "float", "comment", "demonstration"]
 Action = Literal["promote", "rollback", "follow"]
 RunStatus = Literal["running", "done", "failed"]
+RefreshReason = Literal["promote", "climb"]
+RefreshState = Literal["waiting", "done", "skipped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One conversation of one tenant. `head_response` is its latest reply, or the one it forked from."""
+    """One conversation of one tenant. `head_response` is its latest reply, or the one it forked from.
+
+    `memory_ids` come before everything said in it. `version` is the one whose KV it has; None before its first turn.
+    After `expires_at` it is gone.
+    """
 
     number: int
     id: str
@@ -27,6 +33,96 @@ class Session:
     head_response: str | None
     metadata: Json
     deleted_at: float | None
+    memory_ids: tuple[str, ...] = ()
+    version: str | None = None
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionMove:
+    """The version a session is to be at from now on, unless it is no longer at `was`."""
+
+    was: str | None
+    now: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """A text that sessions attach. `digest` is BLAKE3 of its UTF-8 bytes; `tokens` is its length in the prompt."""
+
+    number: int
+    id: str
+    tenant: str
+    name: str
+    digest: str
+    text: str
+    tokens: int
+    created_at: float
+    expires_at: float | None
+    deleted_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPrefix:
+    """The exact token ids with which every session begins that attaches these memories in this order."""
+
+    tenant: str
+    memory_ids: tuple[str, ...]
+    tokenizer: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReceipt:
+    """What deleting a memory ended: the live sessions that attached it, and what had already learned from those."""
+
+    memory_id: str
+    deleted_at: float
+    sessions: tuple[str, ...]
+    datasets: tuple[str, ...]
+    versions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """A session whose KV is to be computed under `version`, or was. At most one for each session."""
+
+    tenant: str
+    session_id: str
+    version: str
+    weights_id: str
+    reason: RefreshReason
+    live: bool
+    """Whether the session was in use when it was queued: such go first."""
+    score: float
+    """Chance that it returns, times the tokens that its return would have to compute."""
+    tokens: int
+    state: RefreshState
+    attempts: int
+    updated_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleeper:
+    """A session that may return: when it was last used, and how many tokens its next turn builds on."""
+
+    tenant: str
+    session_id: str
+    version: str | None
+    updated_at: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshCounts:
+    """How far the refreshes for one set of weights are. Tokens are those of the sessions counted."""
+
+    waiting: int
+    done: int
+    failed: int
+    skipped: int
+    tokens_waiting: int
+    tokens_done: int
 
 
 @dataclass(frozen=True, kw_only=True)

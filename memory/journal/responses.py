@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, insert, select, update
+from sqlalchemy import Connection, Row, and_, case, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from memory.journal.base import JournalPart, new_id, pack_ids, unpack_ids
 from memory.journal.errors import Conflict, InvalidRecord, NotFound
-from memory.journal.records import NewResponse, Response
-from memory.journal.sessions import read_session, with_forks
+from memory.journal.records import NewResponse, Response, VersionMove
+from memory.journal.sessions import read_session, unexpired, with_forks
 from memory.journal.tables import responses, sessions
+
+_in_session = and_(sessions.c.tenant == responses.c.tenant, sessions.c.id == responses.c.session_id)
 
 
 def response_from(row: Row[Any]) -> Response:
@@ -51,8 +53,11 @@ class Responses(JournalPart):
         """
         return self.add_responses([new])[0]
 
-    def add_responses(self, choices: Sequence[NewResponse]) -> list[Response]:
-        """Journals the choices of one turn together; the session's head moves to the first. See `add_response`."""
+    def add_responses(self, choices: Sequence[NewResponse], version: VersionMove | None = None) -> list[Response]:
+        """Journals the choices of one turn together; the session's head moves to the first. See `add_response`.
+
+        The session's version moves by `version`, unless another writer moved it while the turn ran.
+        """
         first = choices[0]
         turn = (first.tenant, first.session_id, first.parent_response)
         if any((choice.tenant, choice.session_id, choice.parent_response) != turn for choice in choices):
@@ -60,14 +65,17 @@ class Responses(JournalPart):
         now = self._clock()
         rows = [_row(choice, now) for choice in choices]
         with self._writing() as connection:
-            session = read_session(connection, first.tenant, first.session_id)
+            session = read_session(connection, first.tenant, first.session_id, now)
             try:
                 connection.execute(insert(responses), rows)
             except IntegrityError as error:
                 raise Conflict(f"response {rows[0]['id']!r} exists already, or its parent does not") from error
             at_parent = sessions.c.head_response.is_not_distinct_from(first.parent_response)
             mine = and_(sessions.c.number == session.number, sessions.c.deleted_at.is_(None), at_parent)
-            moved = {"head_response": rows[0]["id"], "updated_at": now}
+            moved: dict[str, Any] = {"head_response": rows[0]["id"], "updated_at": now}
+            if version is not None:
+                unmoved = sessions.c.version.is_not_distinct_from(version.was)
+                moved["version"] = case((unmoved, version.now), else_=sessions.c.version)
             if not connection.execute(update(sessions).where(mine).values(moved)).rowcount:
                 raise Conflict(
                     f"session {first.session_id!r} is at {session.head_response!r}, not at {first.parent_response!r}: "
@@ -77,10 +85,11 @@ class Responses(JournalPart):
             return [response_from(row) for row in connection.execute(stored.order_by(responses.c.number))]
 
     def get_response(self, tenant: str, response_id: str) -> Response:
-        """Raises `NotFound` also for another tenant's."""
+        """Raises `NotFound` also for another tenant's, and for one of a session that has expired."""
         with self._reading() as connection:
             mine = and_(responses.c.id == response_id, responses.c.tenant == tenant)
-            row = connection.execute(select(responses).where(mine)).one_or_none()
+            query = select(responses).join(sessions, _in_session).where(mine, unexpired(self._clock()))
+            row = connection.execute(query).one_or_none()
         if row is None:
             raise NotFound("response", response_id)
         return response_from(row)
@@ -113,16 +122,16 @@ class Responses(JournalPart):
     def find_by_history(self, tenant: str, history_digest: bytes) -> Response | None:
         """The newest reply whose rendered history, itself included, has this digest."""
         mine = and_(responses.c.tenant == tenant, responses.c.history_digest == history_digest)
-        query = select(responses).where(mine).order_by(responses.c.number.desc()).limit(1)
+        query = select(responses).join(sessions, _in_session).where(mine, unexpired(self._clock()))
         with self._reading() as connection:
-            row = connection.execute(query).one_or_none()
+            row = connection.execute(query.order_by(responses.c.number.desc()).limit(1)).one_or_none()
         return None if row is None else response_from(row)
 
     def list_responses(self, tenant: str, session_id: str) -> list[Response]:
         """The replies made in this session, oldest first, other choices included. Raises `NotFound`."""
         mine = and_(responses.c.tenant == tenant, responses.c.session_id == session_id)
         with self._reading() as connection:
-            read_session(connection, tenant, session_id)
+            read_session(connection, tenant, session_id, self._clock())
             rows = connection.execute(select(responses).where(mine).order_by(responses.c.number)).all()
         return [response_from(row) for row in rows]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     JSON,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -19,6 +20,7 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -46,12 +48,68 @@ sessions = Table(
     Column("id", _Id, nullable=False),
     Column("split", String(8), nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False, index=True),
     Column("parent_session", _Id),
     Column("head_response", _Id, index=True),
     Column("metadata", JSON, nullable=False),
     Column("deleted_at", Float),
+    Column("memory_ids", JSON, nullable=False, server_default=text("'[]'")),
+    Column("version", _Name),
+    Column("expires_at", Float, index=True),
     UniqueConstraint("tenant", "id"),
+    sqlite_autoincrement=True,
+)
+
+memories = Table(
+    "memories",
+    metadata,
+    _number(),
+    Column("tenant", _Name, nullable=False),
+    Column("id", _Id, nullable=False),
+    Column("name", _Name, nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("text", String, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, index=True),
+    Column("deleted_at", Float),
+    UniqueConstraint("tenant", "id"),
+    Index("ix_memories_tenant_name", "tenant", "name"),
+    sqlite_autoincrement=True,
+)
+
+memory_prefixes = Table(
+    "memory_prefixes",
+    metadata,
+    _number(),
+    Column("tenant", _Name, nullable=False),
+    Column("key", String(64), nullable=False),
+    Column("memory_ids", JSON, nullable=False),
+    Column("tokenizer", String(64), nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("created_at", Float, nullable=False),
+    UniqueConstraint("tenant", "key"),
+    sqlite_autoincrement=True,
+)
+
+refreshes = Table(
+    "refreshes",
+    metadata,
+    _number(),
+    Column("tenant", _Name, nullable=False),
+    Column("session_id", _Id, nullable=False),
+    Column("version", _Name, nullable=False),
+    Column("weights_id", String(160), nullable=False),
+    Column("reason", String(16), nullable=False),
+    Column("live", Boolean, nullable=False),
+    Column("score", Float, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    ForeignKeyConstraint(["tenant", "session_id"], ["sessions.tenant", "sessions.id"]),
+    UniqueConstraint("tenant", "session_id"),
+    Index("ix_refreshes_weights_id_state", "weights_id", "state"),
     sqlite_autoincrement=True,
 )
 
