@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from evals.settings import EvalSettings, GateSettings
+from loop.shared_layers import local_folder, shared_layers
 from memory.files import write_atomic
 from memory.journal.settings import JournalSettings
 from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings
@@ -84,12 +85,27 @@ def load(
     values["home"] = home
     _fill_derived(values, home)
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         given = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
         raise ConfigError(f"setting {where}: {first['msg'].removeprefix('Value error, ')}{given}") from None
+    return with_shared_layers(config, local_folder(config.model, home / "models"))
+
+
+def with_shared_layers(config: Config, model_dir: Path) -> Config:
+    """`config` in which KV memory shares the KV of the layers that training leaves alone, unless it says otherwise.
+
+    Unchanged while the model is not in `model_dir` yet. Raises `ConfigError` when no layer is left to train.
+    """
+    if "kv_shared_layers" in config.worker.model_fields_set or not (model_dir / "config.json").is_file():
+        return config
+    try:
+        layers = shared_layers(config.train, model_dir)
+    except ValueError as error:
+        raise ConfigError(f"setting train.layers_from: {error}") from None
+    return config.model_copy(update={"worker": config.worker.model_copy(update={"kv_shared_layers": layers})})
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -167,6 +183,7 @@ def _fill_derived(values: dict[str, Any], home: Path) -> None:
     values["journal"].setdefault("url", f"sqlite:///{home / 'journal.db'}")
     worker = {name: WorkerSettings.model_fields[name].default for name in ("host", "port")} | values["worker"]
     values["worker"].setdefault("kv_folder", home / "kv")
+    values["worker"].setdefault("kv", {}).setdefault("keyring", home / "keyring")
     values["gateway"]["journal"] = values["journal"]
     values["gateway"].setdefault("workers", [f"http://{worker['host']}:{worker['port']}"])
     values["gateway"].setdefault("model_dir", home / "models" / str(values.get("model", DEFAULT_MODEL)))

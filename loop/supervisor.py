@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import psutil
 
-from loop.config import Config, secret_file
+from loop.config import Config, secret_file, with_shared_layers
 from loop.processes import Child, python_module
 from memory.files import write_atomic
 from serve.gateway.auth import read_keys
@@ -119,12 +119,12 @@ class Supervisor:
     """Starts and watches the processes of one install. Use from the main thread, inside `only_one`."""
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self._config = config
         self._say = say
         self._stop = False
         for name in ("secret", "admin-token"):
             secret_file(config.home / name)
         model_dir = pull(config.model, config.home / "models")
+        self._config = config = with_shared_layers(config, model_dir)
         self._worker_settings = config.worker.model_copy(update={"model": model_dir})
         self._gateway_settings = config.gateway.model_copy(update={"model_dir": model_dir})
         self.addresses = Addresses(

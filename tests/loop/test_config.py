@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
-from loop.config import Config, ConfigError, describe, load, secret_file, section_of
+from loop.config import Config, ConfigError, describe, load, secret_file, section_of, with_shared_layers
+from train.settings import first_trained_layer
 
 
 @pytest.fixture
@@ -79,6 +81,7 @@ def test_all_state_lies_under_home(home: Path) -> None:
     assert config.gateway.workers == ("http://127.0.0.1:9101",)
     paths = [
         config.worker.kv_folder,
+        config.worker.kv.keyring,
         config.gateway.secret_file,
         config.gateway.admin_token_file,
         config.gateway.model_dir,
@@ -93,6 +96,41 @@ def test_a_path_that_is_set_stays(home: Path, tmp_path: Path) -> None:
     config = load((f"worker.kv_folder={tmp_path / 'kv'}", "journal.url=sqlite:////elsewhere/j.db"), home, {})
     assert config.worker.kv_folder == tmp_path / "kv"
     assert config.gateway.journal.url == "sqlite:////elsewhere/j.db"
+
+
+def a_model(folder: Path, layers: object) -> Path:
+    """A folder that tells how many layers it has, and nothing else."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
+    return folder
+
+
+@pytest.mark.parametrize(("layers", "given", "shared"), [(30, (), 12), (9, (), 3), (2, (), 0),
+                                                         (30, ("train.layers_from=7",), 7),
+                                                         (30, ("worker.kv_shared_layers=5",), 5),
+                                                         (30, ("worker.kv_shared_layers=0",), 0),
+                                                         ("many", (), 0)])  # fmt: skip
+def test_memory_shares_the_layers_that_training_leaves_alone(
+    home: Path, tmp_path: Path, layers: object, given: tuple[str, ...], shared: int
+) -> None:
+    config = load((f"model={a_model(tmp_path / 'model', layers)}", *given), home, {})
+    assert config.worker.kv_shared_layers == shared
+    if isinstance(layers, int) and "worker" not in "".join(given):
+        assert shared == first_trained_layer(config.train, layers)
+
+
+def test_a_model_that_is_not_there_yet_is_asked_for_its_layers_once_it_is(home: Path) -> None:
+    config = load((), home, {})
+    assert config.worker.kv_shared_layers == 0
+    (home / "models").mkdir(parents=True)
+    folder = a_model(home / "models" / config.model, 30)
+    assert with_shared_layers(config, folder).worker.kv_shared_layers == 12
+    assert load((), home, {}).worker.kv_shared_layers == 12
+
+
+def test_settings_that_leave_no_layer_to_train_are_refused(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"setting train\.layers_from: .*the model has 30 layers"):
+        load((f"model={a_model(tmp_path / 'model', 30)}", "train.layers_from=30"), home, {})
 
 
 def test_the_gateway_takes_the_journal_section_whole(home: Path) -> None:
