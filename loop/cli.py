@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loop.config import Config, load
+from loop.memory_commands import memory
 from pipelines.promotion import Move
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=("A serving tier that remembers, a post-training job that learns from it, and the loop between them."),
 )
+app.add_typer(memory, name="memory")
 say = Console(stderr=True, highlight=False)
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from evals.errors import EvalError
 from loop.config import ConfigError
 from loop.demo.errors import DemoError
+from loop.memory import MemoryCommandError
+from loop.memory_picture import PictureError
 from loop.supervisor import SupervisorError
 from memory.journal import JournalError
 from pipelines.cron import BadCron
@@ -23,7 +25,9 @@ USER_ERRORS = (
     EvalError,
     FixedBySettings,
     JournalError,
+    MemoryCommandError,
     NothingToRollBack,
+    PictureError,
     PullError,
     RegistryError,
     SupervisorError,
