@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Two compute threads collapse when another process takes a core, so tests use one.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: demo test test-slow lint bench-engine clean
+.PHONY: demo test test-slow lint bench-engine bench-memory clean
 
 demo: $(READY)
 	$(BIN)/kvloop demo $(ARGS)
@@ -28,6 +28,10 @@ lint: $(READY)
 
 bench-engine: $(READY)
 	$(TEST_ENV) $(BIN)/python benchmarks/engine_vs_hf.py
+
+# KV memory's figures beside its peers'; the last line is one JSON object.
+bench-memory: $(READY)
+	$(TEST_ENV) $(BIN)/python -m benchmarks.memory $(ARGS)
 
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvloop needs Python 3.11 or newer")'
