@@ -212,7 +212,7 @@ class Index:
     def least_worth(self, limit: int, tier: Tier = "disk", skip: int = 0) -> list[Victim]:
         """The chunks that should leave first, in order; of equals the one furthest from its sequence's start."""
         query = (
-            "SELECT key, bytes, last_used, codec FROM chunks WHERE tier = ? AND state = 'stored'"
+            "SELECT key, bytes, last_used, codec, worth FROM chunks WHERE tier = ? AND state = 'stored'"
             " ORDER BY worth, start DESC LIMIT ? OFFSET ?"
         )
         return [Victim(*row) for row in self._read(query, (tier, limit, skip))]

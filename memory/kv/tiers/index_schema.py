@@ -110,7 +110,8 @@ class Victim:
     key: bytes
     size: int
     last_used: float
-    codec: str = ""
+    codec: str
+    worth: float
 
 
 @dataclass(frozen=True, slots=True)
