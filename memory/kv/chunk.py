@@ -250,7 +250,7 @@ def read_header(data: Buffer, file_bytes: int) -> ChunkHeader:
 
 
 def read_head(data: Buffer, file_bytes: int) -> tuple[ChunkHeader, bytes]:
-    """Header and prefix digests, proven by the seal, of a file whose first bytes are `data`: at least `body_at` of them.
+    """Header and prefix digests, proven by the seal; `data` is the file's beginning, at least up to its body.
 
     Raises `BadChunk` and `OldChunk` as `read_header` does.
     """

@@ -14,7 +14,7 @@ import logging
 import threading
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from blake3 import blake3
 
@@ -30,7 +30,7 @@ def fidelity_named(name: str) -> Fidelity:
     """`name` as a rung. Raises `ValueError`, naming the rungs."""
     if name not in RUNGS:
         raise ValueError(f"fidelity {name!r} is unknown; the rungs are {', '.join(RUNGS)}")
-    return cast(Fidelity, name)
+    return name
 
 
 def worse(one: Fidelity, other: Fidelity) -> Fidelity:

@@ -159,10 +159,8 @@ def prefix_digests(parent: bytes, ids: Ids, identity_digest: bytes) -> bytes:
     hasher = blake3(frame("kvloop prefix 1", parent, identity_digest))
     step = 4 * PREFIX_TOKENS
     data = ids.tobytes()
-    digests = []
-    for end in range(step, len(data) + 1, step):
-        digests.append(hasher.update(data[end - step : end]).digest(PREFIX_BYTES))
-    return b"".join(digests)
+    ends = range(step, len(data) + 1, step)
+    return b"".join(hasher.update(data[end - step : end]).digest(PREFIX_BYTES) for end in ends)
 
 
 def agreeing_tokens(left: bytes, right: bytes) -> int:

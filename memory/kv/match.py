@@ -2,17 +2,18 @@
 
 Full chunks are looked up by key. Where they end, any chunk that follows the last of them and begins with the same
 tokens serves as far as it agrees: a tail of an earlier turn, or the first part of a longer chunk. Chunks that agree
-to their end are found however many there are; of the others only the most recently used are compared.
+to their end are found however many there are; of the others only the most recently used are compared, by the digests
+of their prefixes: to a multiple of `PREFIX_TOKENS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
-import numpy as np
-
-from memory.kv.identity import Chain, Ids
+from memory.kv.fidelity import Fidelity, at_least, worse
+from memory.kv.identity import Chain, agreeing_tokens, prefix_digests
 from memory.kv.tiers.base import Lookup, Stored, TierName
 
 COMPARED_SIBLINGS = 64
@@ -31,8 +32,12 @@ class ChunkRef:
     size: int
     """Bytes that reading it moves: its file's size, or its raw KV in RAM."""
     tier: TierName
-    fidelity: str
+    codec: str
+    """How it is encoded there."""
+    fidelity: Fidelity
     hits: int
+    owner: bytes = field(repr=False)
+    expires: float
     whole: bool
     """Whether it serves to its end."""
     ids: bytes = field(repr=False)
@@ -44,11 +49,18 @@ class Match:
     """The longest stored prefix: adjoining chunks from position 0 on."""
 
     chunks: tuple[ChunkRef, ...] = ()
+    least: Fidelity = "compact"
+    """What was asked for: nothing less exact is loaded, whatever the chunks have become meanwhile."""
 
     @property
     def tokens(self) -> int:
         """Tokens that the chunks serve together."""
         return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """That of the least exact chunk; "exact" for none."""
+        return reduce(worse, (chunk.fidelity for chunk in self.chunks), "exact")
 
     @property
     def bytes(self) -> int:
@@ -62,55 +74,51 @@ class Match:
 
     def limited(self, tokens: int) -> Match:
         """The part of this match that ends at or before `tokens`; cut between chunks."""
-        return Match(tuple(chunk for chunk in self.chunks if chunk.start + chunk.tokens <= tokens))
+        return Match(tuple(chunk for chunk in self.chunks if chunk.start + chunk.tokens <= tokens), self.least)
 
 
-def find_prefix(chain: Chain, tiers: Sequence[Lookup], min_tokens: int) -> Match:
-    """The longest prefix of the chain's ids that the tiers hold; of equals the earlier tier serves."""
-    full = _find(tiers, chain.keys)
+def find_prefix(chain: Chain, tiers: Sequence[Lookup], min_tokens: int, least: Fidelity = "compact") -> Match:
+    """The longest prefix of the chain's ids that the tiers hold at least that exact; earlier tiers serve first."""
+    full = _find(tiers, chain.keys, least)
     chunks: list[ChunkRef] = []
     for number, key in enumerate(chain.keys):
         if key not in full:
             break
         chunks.append(_ref(chain, number, full[key], chain.chunk_tokens))
-    last = _find_last(chain, len(chunks), tiers, min_tokens)
-    return Match((*chunks, last) if last else tuple(chunks))
+    last = _find_last(chain, len(chunks), tiers, min_tokens, least)
+    return Match((*chunks, last) if last else tuple(chunks), least)
 
 
-def _find(tiers: Sequence[Lookup], keys: Sequence[bytes]) -> dict[bytes, Stored]:
+def _find(tiers: Sequence[Lookup], keys: Sequence[bytes], least: Fidelity) -> dict[bytes, Stored]:
     found: dict[bytes, Stored] = {}
     for tier in tiers:
         missing = [key for key in keys if key not in found]
         if missing:
-            found |= tier.find(missing)
+            found |= {key: item for key, item in tier.find(missing).items() if at_least(item.fidelity, least)}
     return found
 
 
-def _find_last(chain: Chain, number: int, tiers: Sequence[Lookup], min_tokens: int) -> ChunkRef | None:
+def _find_last(chain: Chain, number: int, tiers: Sequence[Lookup], min_tokens: int, least: Fidelity) -> ChunkRef | None:
     """The chunk in the place of full chunk `number` that agrees longest with the ids there."""
-    ids = chain.ids[number * chain.chunk_tokens :]
-    if len(ids) < min_tokens:
+    start = number * chain.chunk_tokens
+    left = len(chain.ids) - start
+    if left < min_tokens:
         return None
     parent = chain.parent(number)
     best: tuple[int, Stored] | None = None
-    lengths = {length for tier in tiers for length in tier.lengths(parent) if min_tokens <= length <= len(ids)}
+    lengths = {length for tier in tiers for length in tier.lengths(parent) if min_tokens <= length <= left}
     keys = [chain.tail_key(number, length) for length in sorted(lengths)]
-    for candidate in _find(tiers, keys).values():
+    for candidate in _find(tiers, keys, least).values():
         if best is None or candidate.tokens > best[0]:
             best = candidate.tokens, candidate
+    prefix = prefix_digests(parent, chain.ids[start : start + chain.chunk_tokens], chain.root)
     for tier in tiers:
         for candidate in tier.siblings(parent, COMPARED_SIBLINGS):
-            agreed = agreeing_tokens(ids, np.frombuffer(candidate.ids, "<u4"))
-            if agreed >= min_tokens and (best is None or agreed > best[0]):
+            agreed = agreeing_tokens(prefix, candidate.prefix)
+            good = agreed >= min_tokens and at_least(candidate.fidelity, least)
+            if good and (best is None or agreed > best[0]):
                 best = agreed, candidate
     return _ref(chain, number, best[1], best[0]) if best else None
-
-
-def agreeing_tokens(left: Ids, right: Ids) -> int:
-    """Length of the common prefix."""
-    length = min(len(left), len(right))
-    differ = np.nonzero(left[:length] != right[:length])[0]
-    return int(differ[0]) if differ.size else length
 
 
 def _ref(chain: Chain, number: int, stored: Stored, tokens: int) -> ChunkRef:
@@ -122,8 +130,11 @@ def _ref(chain: Chain, number: int, stored: Stored, tokens: int) -> ChunkRef:
         tokens=tokens,
         size=stored.size,
         tier=stored.tier,
+        codec=stored.codec,
         fidelity=stored.fidelity,
         hits=stored.hits,
+        owner=stored.owner,
+        expires=stored.expires,
         whole=tokens == stored.tokens,
         ids=chain.ids[start : start + tokens].tobytes(),
     )

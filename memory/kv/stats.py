@@ -14,22 +14,32 @@ class KVStats:
     ram: TierStats
     disk: TierStats
     """The folder's state: all processes together."""
+    remote: TierStats
+    """What this folder has moved to the remote tier."""
     hits: int
     """Matches that found at least one chunk."""
     misses: int
     """Matches that found none."""
     saved_tokens: int
     """Tokens taken in, each chunk once."""
+    shared_tokens: int
+    """Tokens whose save found them stored already by another owner, once for each chunk and owner."""
     restored_tokens: int
     """Tokens handed out after they were proven right."""
     ram_tokens: int
     """Those of the restored tokens that came from RAM."""
     disk_tokens: int
     """Those of the restored tokens that came from disk."""
+    remote_tokens: int
+    """Those of the restored tokens that came from the remote tier."""
     quarantined: int
     """Files refused: damaged, cut short, or not what they were asked for."""
     lost: int
-    """Chunks that were gone when they were to be read."""
+    """Chunks that were gone, or expired, when they were to be read."""
+    locked: int
+    """Chunks that no key was found for."""
+    expired: int
+    """Chunks deleted because their time had passed."""
     read_errors: int
     write_errors: int
     index_errors: int

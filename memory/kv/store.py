@@ -1,67 +1,82 @@
-"""KV memory as the engine sees it: match, load, save.
+"""KV memory as the engine sees it: match, load, save, forget.
 
 Invariants:
-- `load` hands out a chunk only after its checksum, key, identity and token ids were proven. A chunk that fails ends
-  the restored prefix; it is quarantined and counted.
+- `load` hands out a chunk only after it, its key, identity and token ids were proven, and only as exact as was asked
+  for. A chunk that fails ends the restored prefix; it is quarantined and counted.
 - `match` reads the index, never a chunk file; `save` copies and touches no disk. Both may be called on an event loop.
 - Nothing that a disk does raises out of `match`, `load`, `save`, `flush`, `close` or `stats`. Arguments that make no
   sense do: `ValueError`.
+- An expired chunk is not handed out, and one whose owner was forgotten, by whatever process, not from here either once
+  the next `match` has begun.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from memory.kv.codec.base import KVArray
-from memory.kv.codec.factory import codec_named
+from memory.kv.codec.factory import Codecs
 from memory.kv.cost import CostModel
-from memory.kv.counters import Counters
-from memory.kv.forget import Doomed, Forgotten, keys_holding
-from memory.kv.identity import Chain, KVIdentity, TokenIds, key_of
+from memory.kv.counters import Counters, Event
+from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, worse
+from memory.kv.forget import Forgotten
+from memory.kv.identity import Chain, Ids, KVIdentity, TokenIds, owner_id, prefix_digests
+from memory.kv.known import Known
 from memory.kv.match import ChunkRef, Match, find_prefix
 from memory.kv.settings import KVSettings
 from memory.kv.stats import KVStats
-from memory.kv.tiers.base import ChunkData, Lookup, TierName, TierStats
+from memory.kv.tiers.base import ChunkData, Holding, Lookup, TierName, TierStats
 from memory.kv.tiers.disk import DiskTier
 from memory.kv.tiers.ram import RamTier
 from memory.kv.writer import Writer
 
 logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 30.0
-KNOWN_KEYS = 1 << 18
+RESTORED: dict[TierName, Event] = {"ram": "ram_tokens", "disk": "disk_tokens", "remote": "remote_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One chunk, or the part of one, that was restored."""
+
+    tokens: int
+    tier: TierName
+    """Where it came from."""
+    fidelity: Fidelity
 
 
 class KVStore:
     """The store in one folder. Thread-safe; many processes may open the same folder. Close it, or use `with`.
 
-    Raises `ValueError` for a codec that does not exist.
+    Raises `KeyringError` (a `ValueError`) for a master key that cannot be used as it is.
     """
 
     def __init__(self, settings: KVSettings, folder: Path) -> None:
-        codec_named(settings.codec)
         self.settings = settings
         self.cost = CostModel()
+        self.codecs = Codecs(folder / "bases")
+        self.fidelity = FidelityRecords(folder / "fidelity")
         self._counters = Counters()
         self._ram = RamTier(settings.ram_bytes)
         self._disk: DiskTier | None = None
         self._writer: Writer | None = None
         self._tiers: list[Lookup] = [self._ram]
-        self._known: dict[bytes, None] = {}  # keys seen on disk, so that `save` need not ask the index
-        self._known_lock = threading.Lock()
+        self._known = Known()  # what is on disk, so that `save` need not ask the index
         self._closed = False
-        self._pool = ThreadPoolExecutor(settings.load_threads, thread_name_prefix="kvloop-kv-load")
+        self._threads = min(settings.load_threads, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvloop-kv-load")
         if settings.disk_bytes:
-            self._disk = DiskTier(settings, folder, self._counters, self._unlearn)
+            self._disk = DiskTier(settings, folder, self.codecs, self.fidelity, self._counters, self._known.unlearn)
             self._writer = Writer(
-                self._disk.write, self._disk.touch, self._learn, settings.queue_bytes, settings.writer_nice
+                self._disk.write, self._disk.touch, self._written, settings.queue_bytes, settings.writer_nice
             )
             self._tiers += [self._writer, self._disk]
 
@@ -73,154 +88,169 @@ class KVStore:
 
     # finding
 
-    def match(self, identity: KVIdentity, token_ids: TokenIds) -> Match:
-        """The longest stored prefix of `token_ids`: full chunks, then the part of one more that agrees.
+    def match(self, identity: KVIdentity, token_ids: TokenIds, *, least: Fidelity = "compact") -> Match:
+        """The longest stored prefix of `token_ids`, of chunks at least that exact: full ones, then part of one more.
 
         Cheap: index lookups only. What it names may be gone when it is loaded.
         """
         if self._closed:
             return Match()
+        self._hear()
         chain = Chain(identity, token_ids, self.settings.chunk_tokens)
-        match = find_prefix(chain, self._tiers, self.settings.min_tokens)
+        match = find_prefix(chain, self._tiers, self.settings.min_tokens, least)
         self._counters.add("hits" if match.chunks else "misses")
-        on_disk = [chunk.key for chunk in match.chunks if chunk.tier == "disk"]
-        self._learn(*on_disk)
+        self._known.learn((chunk.key, chunk.fidelity, chunk.owner) for chunk in match.chunks if chunk.tier == "disk")
         missing = {*chain.keys, chain.tail_key(len(chain.keys), len(chain.ids) % chain.chunk_tokens)}
-        self._unlearn(missing.difference(chunk.key for chunk in match.chunks))
+        self._known.unlearn(missing.difference(chunk.key for chunk in match.chunks))
         return match
 
-    def save_from(self, identity: KVIdentity, token_ids: TokenIds) -> int:
+    def save_from(self, identity: KVIdentity, token_ids: TokenIds, *, fidelity: Fidelity = "exact") -> int:
         """The first position whose KV `save` would need, a multiple of `chunk_tokens`; from memory, no disk."""
         chain = Chain(identity, token_ids, self.settings.chunk_tokens)
         for number, key in enumerate(chain.keys):
-            if not self._is_kept(key):
+            if not self._is_kept(key, fidelity):
                 return number * self.settings.chunk_tokens
         return len(chain.keys) * self.settings.chunk_tokens
 
-    def keys_of(self, identity: KVIdentity, token_ids: TokenIds) -> list[bytes]:
-        """Keys of all chunks that hold this sequence, its earlier tails included: what `forget` needs."""
-        chain = Chain(identity, token_ids, self.settings.chunk_tokens)
-        keys = list(chain.keys)
-        for number in range(len(chain.keys) + 1):
-            rest = len(chain.ids) - number * self.settings.chunk_tokens
-            lengths = {length for tier in self._tiers for length in tier.lengths(chain.parent(number))}
-            keys += [chain.tail_key(number, length) for length in sorted(lengths) if length <= rest]
-        return list(dict.fromkeys(keys))
+    def _hear(self) -> None:
+        """Drops what other processes were told to forget."""
+        owners = self._disk.keys.news() if self._disk is not None else []
+        if owners:
+            self._drop(set(owners))
 
     # loading
 
     def load(self, identity: KVIdentity, match: Match, out: KVArray) -> int:
         """As `load_from`; returns only how many tokens were restored."""
-        return sum(tokens for tokens, _ in self.load_from(identity, match, out))
+        return sum(loaded.tokens for loaded in self.load_from(identity, match, out))
 
-    def load_from(self, identity: KVIdentity, match: Match, out: KVArray) -> list[tuple[int, TierName]]:
-        """Restores the chunks of `match` into `out[..., :tokens, :]`; for each the tokens, and the tier it came from.
+    def load_from(self, identity: KVIdentity, match: Match, out: KVArray) -> list[Loaded]:
+        """Restores the chunks of `match` into `out[..., :tokens, :]`; tells of each how, in order.
 
-        That may be another one than was matched: chunks move meanwhile. `out` is `[layers, 2, kv_heads, at least
+        That may be from another tier than was matched: chunks move meanwhile. `out` is `[layers, 2, kv_heads, at least
         match.tokens, head_dim]` of the identity's dtype. Beyond the tokens returned it holds anything. `identity` must
         be the one that was matched, else nothing is restored.
         """
-        _check(identity, out, match.tokens, "out")
+        _check(identity, out, _end(match), "out")
         started = time.perf_counter()
-        restored: list[tuple[ChunkRef, TierName]] = []
-        for chunk, source in zip(match.chunks, self._restore(identity, match.chunks, out), strict=False):
-            if source is None:
+        restored: list[tuple[ChunkRef, Loaded]] = []
+        for chunk, loaded in zip(match.chunks, self._restore(identity, match, out), strict=False):
+            if loaded is None:
                 break
-            restored.append((chunk, source))
+            restored.append((chunk, loaded))
         if restored:
-            self._account(identity, restored, time.perf_counter() - started)
+            self._account(restored, time.perf_counter() - started)
             self._promote(identity, restored, out)
-        return [(chunk.tokens, source) for chunk, source in restored]
+        return [loaded for _, loaded in restored]
 
-    def _restore(self, identity: KVIdentity, chunks: Sequence[ChunkRef], out: KVArray) -> Iterable[TierName | None]:
-        """For each chunk in order the tier that it came from, or None where it did not come."""
-        digest = identity.digest()
-
-        def restore(chunk: ChunkRef) -> TierName | None:
-            return self._restore_one(identity, digest, chunk, _part(out, chunk))
-
+    def _restore(self, identity: KVIdentity, match: Match, out: KVArray) -> Iterable[Loaded | None]:
+        """For each chunk in order how it came, or None where it did not come."""
         if self._closed:
             return []
-        if len(chunks) == 1 or self.settings.load_threads == 1 or all(chunk.tier == "ram" for chunk in chunks):
-            return map(restore, chunks)  # lazily: nothing after a bad chunk is read
-        return list(self._pool.map(restore, chunks))
+        digest = identity.digest()
+        ahead = self._disk.read_ahead(match.chunks) if self._disk is not None else None
 
-    def _restore_one(self, identity: KVIdentity, digest: bytes, chunk: ChunkRef, out: KVArray) -> TierName | None:
+        def restore(chunk: ChunkRef) -> Loaded | None:
+            if ahead is not None:
+                ahead.reach(chunk)
+            return self._restore_one(identity, digest, match.least, chunk, _part(out, chunk))
+
+        if len(match.chunks) == 1 or self._threads == 1 or all(chunk.tier == "ram" for chunk in match.chunks):
+            return map(restore, match.chunks)  # lazily: nothing after a bad chunk is read
+        return list(self._pool.map(restore, match.chunks))
+
+    def _restore_one(
+        self, identity: KVIdentity, digest: bytes, least: Fidelity, chunk: ChunkRef, out: KVArray
+    ) -> Loaded | None:
         held = self._ram.get(chunk.key) or (self._writer.get(chunk.key) if self._writer else None)
-        if held is not None and held.identity == digest and held.ids[: chunk.tokens].tobytes() == chunk.ids:
+        if held is not None and _serves(held, digest, least, chunk):
             out[...] = held.kv[:, :, :, : chunk.tokens]
-            return "ram"
-        if self._disk is not None and self._disk.read(chunk, identity, out):
-            return "disk"
-        self._unlearn([chunk.key])
+            return Loaded(chunk.tokens, "ram", held.fidelity)
+        fidelity = self._disk.read(chunk, identity, least, out) if self._disk is not None else None
+        if fidelity is not None:
+            return Loaded(chunk.tokens, "remote" if chunk.tier == "remote" else "disk", fidelity)
+        self._known.unlearn([chunk.key])
         return None
 
-    def _account(self, identity: KVIdentity, restored: list[tuple[ChunkRef, TierName]], seconds: float) -> None:
-        tokens = {"ram": 0, "disk": 0}
-        moved = {"ram": 0, "disk": 0}
-        for chunk, source in restored:
-            tokens[source] += chunk.tokens
-            moved[source] += chunk.size
-        self._counters.add("ram_tokens", tokens["ram"])
-        self._counters.add("disk_tokens", tokens["disk"])
-        if not tokens["ram"]:
-            self.cost.observe_load(moved["disk"], seconds, "disk")
-        elif not tokens["disk"]:
-            self.cost.observe_load(moved["ram"], seconds, "ram")
+    def _account(self, restored: list[tuple[ChunkRef, Loaded]], seconds: float) -> None:
+        for _, loaded in restored:
+            self._counters.add(RESTORED[loaded.tier], loaded.tokens)
+        self.cost.observe_load([(loaded.tier, chunk.codec, chunk.size) for chunk, loaded in restored], seconds)
         self._use([chunk.key for chunk, _ in restored], time.time(), hits=1)
 
-    def _promote(self, identity: KVIdentity, restored: list[tuple[ChunkRef, TierName]], out: KVArray) -> None:
+    def _promote(self, identity: KVIdentity, restored: list[tuple[ChunkRef, Loaded]], out: KVArray) -> None:
         """Takes chunks into RAM that come from disk for the second time: after the first, the engine has them."""
         stamp = time.time()
-        for chunk, source in restored:
-            if source == "disk" and chunk.whole and chunk.hits > 0 and self.settings.ram_bytes:
-                data = _chunk(
-                    identity, identity.digest(), chunk.parent, chunk.start, chunk.ids, _part(out, chunk), stamp
-                )
+        end = sum(loaded.tokens for _, loaded in restored)
+        for chunk, loaded in restored:
+            if loaded.tier != "ram" and chunk.whole and chunk.hits > 0 and self.settings.ram_bytes:
+                take = _Take(identity, identity.digest(), chunk.owner, loaded.fidelity, chunk.expires, stamp)
+                ids = np.frombuffer(chunk.ids, "<u4")
+                follows = max(0, end - chunk.start - chunk.tokens)
+                data = take.chunk(chunk.key, chunk.parent, chunk.start, ids, _part(out, chunk), follows)
                 if not self._ram.put(data):
                     return
 
     # saving
 
-    def save(self, identity: KVIdentity, token_ids: TokenIds, kv: KVArray, start: int = 0) -> None:
-        """Takes in the KV of `token_ids`: what is not stored yet is copied to RAM and queued for the disk.
+    def save(
+        self,
+        identity: KVIdentity,
+        token_ids: TokenIds,
+        kv: KVArray,
+        start: int = 0,
+        *,
+        owner: str = "",
+        fidelity: Fidelity = "exact",
+        expires: float | None = None,
+    ) -> None:
+        """Takes in the KV of `token_ids`: what is not stored yet, or less exact, is copied to RAM and queued for disk.
 
         `kv` is `[layers, 2, kv_heads, len(token_ids) - start, head_dim]`: the tokens from `start` on, a multiple of
         `chunk_tokens`. Any strides; it may be overwritten once this returns. A tail below `min_tokens` is left out.
+        `fidelity` is that of the least exact KV that it was computed over. New chunks belong to `owner` and are not
+        handed out after `expires`, seconds since the epoch, or `ttl_seconds` from now, whichever is first.
         """
         size = self.settings.chunk_tokens
         if start % size or not 0 <= start <= len(token_ids):
             raise ValueError(f"start {start} must be a multiple of {size} within the {len(token_ids)} tokens")
         _check(identity, kv, len(token_ids) - start, "kv", exact=True)
-        if self._closed:
+        stamp = time.time()
+        ends = self._expires(stamp, expires)
+        if self._closed or 0 < ends <= stamp:
             return
         chain = Chain(identity, token_ids, size)
-        stamp = time.time()
         keys = list(chain.keys)
         tail = len(chain.ids) - len(keys) * size
         if tail >= self.settings.min_tokens:
             keys.append(chain.tail_key(len(keys), tail))
         self._use(keys, stamp, hits=0)
-        for number in range(start // size, len(keys)):
-            self._keep(identity, chain, number, keys[number], kv, start, stamp)
+        take = _Take(identity, chain.root, owner_id(identity.tenant_secret, owner), fidelity, ends, stamp)
+        for number, key in enumerate(keys):
+            if self._is_kept(key, fidelity):
+                tokens = min(size, len(chain.ids) - number * size)
+                self._counters.add("shared_tokens", tokens if self._known.shares(key, take.owner) else 0)
+            elif number * size >= start:
+                self._keep(take, chain, number, key, kv[:, :, :, number * size - start :])
         self._ram.touch(keys, stamp)
 
-    def _keep(
-        self, identity: KVIdentity, chain: Chain, number: int, key: bytes, kv: KVArray, start: int, stamp: float
-    ) -> None:
-        """Takes in one chunk of a sequence, if it is not kept already."""
-        if self._is_kept(key):
-            return
+    def _expires(self, now: float, expires: float | None) -> float:
+        ends = [expires] if expires is not None else []
+        if self.settings.ttl_seconds is not None:
+            ends.append(now + self.settings.ttl_seconds)
+        return min(ends, default=0.0)
+
+    def _keep(self, take: _Take, chain: Chain, number: int, key: bytes, kv: KVArray) -> None:
+        """Takes in one chunk of a sequence; `kv` begins with its first token."""
         chunk = self._ram.get(key)
-        if chunk is None:
+        if chunk is None or not at_least(chunk.fidelity, take.fidelity):
             position = number * self.settings.chunk_tokens
             ids = chain.ids[position : position + self.settings.chunk_tokens]
-            tokens = len(ids)
-            part = kv[:, :, :, position - start : position - start + tokens]
-            chunk = _chunk(identity, chain.root, chain.parent(number), position, ids.tobytes(), part, stamp)
-            self._counters.add("saved_tokens", tokens)
+            follows = len(chain.ids) - position - len(ids)
+            chunk = take.chunk(key, chain.parent(number), position, ids, kv[:, :, :, : len(ids)], follows)
+            self._counters.add("saved_tokens", chunk.tokens)
             if self._ram.put(chunk):
-                shorter = [length for length in self._ram.lengths(chunk.parent) if length < tokens]
+                shorter = [length for length in self._ram.lengths(chunk.parent) if length < chunk.tokens]
                 self._ram.supersede(chain.tail_key(number, length) for length in shorter)
         if self._writer is not None and not self._writer.submit(chunk):
             self._counters.add("dropped")
@@ -231,23 +261,19 @@ class KVStore:
         if self._writer is not None:
             self._writer.use(keys, stamp, hits)
 
-    def _is_kept(self, key: bytes) -> bool:
-        """Whether the chunk is where it should end up: on disk or on its way there; in RAM without a disk tier."""
+    def _is_kept(self, key: bytes, fidelity: Fidelity) -> bool:
+        """Whether the chunk is where it should end up, as exact as it would be there: on disk or on its way there; in
+        RAM without a disk tier."""
         if self._writer is None:
-            return self._ram.get(key) is not None
-        return key in self._known or self._writer.get(key) is not None
+            held = self._ram.get(key)
+            return held is not None and at_least(held.fidelity, fidelity)
+        if self._known.has(key, worse(fidelity, self.settings.codec)):
+            return True
+        waiting = self._writer.get(key)
+        return waiting is not None and at_least(waiting.fidelity, fidelity)
 
-    def _learn(self, *keys: bytes) -> None:
-        with self._known_lock:
-            for key in keys:
-                self._known[key] = None
-            while len(self._known) > KNOWN_KEYS:
-                del self._known[next(iter(self._known))]
-
-    def _unlearn(self, keys: Iterable[bytes]) -> None:
-        with self._known_lock:
-            for key in keys:
-                self._known.pop(key, None)
+    def _written(self, chunk: ChunkData) -> None:
+        self._known.learn([(chunk.key, worse(chunk.fidelity, self.settings.codec), chunk.owner)])
 
     # upkeep
 
@@ -267,59 +293,62 @@ class KVStore:
             self._disk.close()
         self._ram.clear()
 
-    def forget(self, keys: Iterable[bytes]) -> int:
-        """Deletes chunks from every tier; returns how many were on disk (in RAM, without a disk tier).
+    def forget_owners(self, tenant_secret: str, owners: Iterable[str]) -> Forgotten:
+        """Forgets these owners of a tenant for ever: their keys first, then their chunks in every tier, refused files
+        included. What is saved for them later is not stored.
 
-        Raises `OSError` or `sqlite3.Error` when the disk keeps them: a deletion must not fail unseen.
-        Another process that has the folder open may hold copies in its RAM.
+        Other processes on the folder drop what they hold in RAM at their next `match`. Raises `OSError` or
+        `sqlite3.Error` when the disk keeps something: a deletion must not fail unseen. It can be asked for again.
         """
-        removed = self._forget(set(keys))
-        return removed.disk if self._disk else removed.ram
+        ids = {owner_id(tenant_secret, owner) for owner in owners}
+        keys = self._disk.keys.destroy(sorted(ids)) if self._disk is not None else 0
+        forgotten = replace(self._drop(ids), keys=keys)
+        return self._disk.forget(sorted(ids), forgotten) if self._disk is not None else forgotten
 
-    def forget_tokens(self, doomed: Sequence[Doomed]) -> Forgotten:
-        """Deletes every chunk that holds these sequences, whatever version or tenant computed it, from every tier of
-        this process and of the folder; `keys_holding` says which. Refused files cannot be told apart: all of them go.
-
-        Raises as `forget` does. What is saved while this runs may stay.
-        """
-        chunks = self._ram.held()
+    def _drop(self, owners: set[bytes]) -> Forgotten:
+        """Takes the chunks of these owners out of memory."""
+        keys = self._ram.owned_by(owners)
+        waiting: list[bytes] = []
         if self._writer is not None:
-            chunks += self._writer.held()
-        if self._disk is not None:
-            chunks += self._disk.held()  # after the writer's: a chunk that moves meanwhile is seen at least once
-        removed = self._forget(keys_holding(chunks, doomed))
-        return replace(removed, quarantined=self._disk.empty_quarantine() if self._disk else 0)
-
-    def _forget(self, keys: set[bytes]) -> Forgotten:
-        waiting = self._writer.cancel(keys) if self._writer is not None else 0
-        self._unlearn(keys)  # afterwards: what was being written is known by now
-        ram = self._ram.forget(keys)
-        return Forgotten(ram=ram, waiting=waiting, disk=self._disk.forget(keys) if self._disk else 0)
+            waiting = self._writer.owned_by(owners)
+        cancelled = self._writer.cancel(waiting) if self._writer is not None and waiting else 0
+        self._known.unlearn((*keys, *waiting))  # afterwards: what was being written is known by now
+        self._known.unlearn_owners(owners)
+        return Forgotten(ram=self._ram.forget(keys), waiting=cancelled)
 
     def clear(self) -> None:
-        """Deletes everything. Raises as `forget` does."""
+        """Deletes everything, for every owner and tenant; nobody is forgotten by it. Raises as `forget_owners` does."""
         if self._writer is not None:
             self._writer.cancel()
         self._ram.clear()
         if self._disk is not None:
             self._disk.clear()
-        with self._known_lock:
-            self._known.clear()
+        self._known.clear()
+
+    def report(self) -> list[Holding]:
+        """What the disk and the remote tier hold, by model, band, codec and fidelity. Reads the whole index."""
+        return self._disk.report() if self._disk is not None else []
 
     def stats(self) -> KVStats:
         """Sizes of the tiers and counts of this process."""
         count = self._counters.get
+        nothing = TierStats(0, 0, 0, 0)
         return KVStats(
             ram=self._ram.stats(),
-            disk=self._disk.stats() if self._disk else TierStats(0, 0, 0, 0),
+            disk=self._disk.stats() if self._disk else nothing,
+            remote=self._disk.remote_stats() if self._disk else nothing,
             hits=count("hits"),
             misses=count("misses"),
             saved_tokens=count("saved_tokens"),
-            restored_tokens=count("ram_tokens") + count("disk_tokens"),
+            shared_tokens=count("shared_tokens"),
+            restored_tokens=count("ram_tokens") + count("disk_tokens") + count("remote_tokens"),
             ram_tokens=count("ram_tokens"),
             disk_tokens=count("disk_tokens"),
+            remote_tokens=count("remote_tokens"),
             quarantined=count("quarantined"),
             lost=count("lost"),
+            locked=count("locked"),
+            expired=count("expired"),
             read_errors=count("read_errors"),
             write_errors=count("write_errors"),
             index_errors=count("index_errors"),
@@ -331,15 +360,54 @@ class KVStore:
         )
 
 
-def _chunk(
-    identity: KVIdentity, digest: bytes, parent: bytes, start: int, ids: bytes, kv: KVArray, stamp: float
-) -> ChunkData:
-    """A chunk with a copy of `kv` of its own."""
-    copy = np.array(kv, order="C", copy=True)
-    copy.flags.writeable = False
-    packed = np.frombuffer(ids, "<u4")
-    key = key_of(parent, packed, digest)
-    return ChunkData(key, parent, digest, start, packed, identity.kv_dtype, copy, stamp)
+@dataclass(frozen=True, slots=True)
+class _Take:
+    """What the chunks that are taken in together have in common."""
+
+    identity: KVIdentity
+    digest: bytes
+    owner: bytes
+    fidelity: Fidelity
+    expires: float
+    stamp: float
+
+    def chunk(self, key: bytes, parent: bytes, start: int, ids: Ids, kv: KVArray, follows: int) -> ChunkData:
+        """A chunk with a copy of `kv` of its own."""
+        copy = np.array(kv, order="C", copy=True)
+        copy.flags.writeable = False
+        return ChunkData(
+            key=key,
+            parent=parent,
+            identity=self.digest,
+            model=self.identity.model_digest(),
+            band=self.identity.band,
+            weights_id=self.identity.weights_id,
+            tenant_secret=self.identity.tenant_secret,
+            owner=self.owner,
+            start=start,
+            ids=ids.copy(),
+            prefix=prefix_digests(parent, ids, self.digest),
+            kv_dtype=self.identity.kv_dtype,
+            kv=copy,
+            fidelity=self.fidelity,
+            follows=follows,
+            expires=self.expires,
+            stamp=self.stamp,
+        )
+
+
+def _serves(held: ChunkData, digest: bytes, least: Fidelity, chunk: ChunkRef) -> bool:
+    """Whether a chunk in memory is what was matched, exact enough and not expired."""
+    return (
+        held.identity == digest
+        and held.ids[: chunk.tokens].tobytes() == chunk.ids
+        and at_least(held.fidelity, least)
+        and not held.expired(time.time())
+    )
+
+
+def _end(match: Match) -> int:
+    return match.chunks[-1].start + match.chunks[-1].tokens if match.chunks else 0
 
 
 def _part(out: KVArray, chunk: ChunkRef) -> KVArray:

@@ -4,6 +4,7 @@ Invariants:
 - Chunks are written in the order they came, after the uses reported before them. A chunk stays visible here until
   it is written or has failed.
 - What waits never exceeds the budget; `submit` refuses instead of waiting.
+- Of two that wait for one key the more exact is written; one that comes while the other is being written, after it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from memory.kv.forget import Held
+from memory.kv.fidelity import at_least
 from memory.kv.tiers.base import ChunkData, Stored
-from memory.kv.tiers.ram import held, stored
+from memory.kv.tiers.ram import usable
 
 logger = logging.getLogger(__name__)
 Use = tuple[bytes, float, int]
@@ -30,7 +31,7 @@ class Writer:
         self,
         write: Callable[[ChunkData], bool],
         touch: Callable[[Iterable[Use]], None],
-        written: Callable[[bytes], None],
+        written: Callable[[ChunkData], None],
         queue_bytes: int,
         nice: int,
     ) -> None:
@@ -42,7 +43,7 @@ class Writer:
         self._chunks: OrderedDict[bytes, ChunkData] = OrderedDict()
         self._uses: dict[bytes, Use] = {}
         self._bytes = 0
-        self._busy: bytes | None = None
+        self._busy: ChunkData | None = None
         self._touching = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, args=(nice,), name="kvloop-kv-writer", daemon=True)
@@ -51,12 +52,13 @@ class Writer:
     def submit(self, chunk: ChunkData) -> bool:
         """Takes a chunk to write; False where the queue is full or closed."""
         with self._changed:
-            if chunk.key in self._chunks:
+            before = self._chunks.get(chunk.key)
+            if before is not None and at_least(before.fidelity, chunk.fidelity):
                 return True
             if self._closing or self._bytes + chunk.kv.nbytes > self._queue_bytes:
                 return False
+            self._bytes += chunk.kv.nbytes - (before.kv.nbytes if before is not None else 0)
             self._chunks[chunk.key] = chunk
-            self._bytes += chunk.kv.nbytes
             self._changed.notify_all()
             return True
 
@@ -76,22 +78,24 @@ class Writer:
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """Those of `keys` that still wait. See `Lookup.find`."""
         with self._changed:
-            return {key: stored(self._chunks[key]) for key in keys if key in self._chunks}
+            chunks = [self._chunks[key] for key in keys if key in self._chunks]
+        return usable(chunks)
 
     def lengths(self, parent: bytes) -> list[int]:
         """See `Lookup.lengths`."""
-        return sorted({chunk.tokens for chunk in self.siblings(parent, len(self._chunks))})
+        with self._changed:
+            return sorted({chunk.tokens for chunk in self._chunks.values() if chunk.parent == parent})
 
     def siblings(self, parent: bytes, limit: int) -> list[Stored]:
         """See `Lookup.siblings`."""
         with self._changed:
-            waiting = [stored(chunk) for chunk in reversed(self._chunks.values()) if chunk.parent == parent]
-        return waiting[:limit]
+            waiting = [chunk for chunk in reversed(self._chunks.values()) if chunk.parent == parent]
+        return list(usable(waiting).values())[:limit]
 
-    def held(self) -> list[Held]:
-        """Every chunk that still waits."""
+    def owned_by(self, owners: Collection[bytes]) -> list[bytes]:
+        """Keys of the chunks of these owners that wait or are being written."""
         with self._changed:
-            return [held(chunk) for chunk in self._chunks.values()]
+            return [chunk.key for chunk in self._chunks.values() if chunk.owner in owners]
 
     @property
     def waiting_bytes(self) -> int:
@@ -103,10 +107,10 @@ class Writer:
         """Forgets chunks that wait (all, by default); returns how many, when none of them is being written any more."""
         with self._changed:
             wanted = set(self._chunks) if keys is None else set(keys)
-            waiting = [key for key in wanted & set(self._chunks) if key != self._busy]
+            waiting = [key for key in wanted & set(self._chunks) if self._chunks[key] is not self._busy]
             for key in waiting:
                 self._bytes -= self._chunks.pop(key).kv.nbytes
-            self._changed.wait_for(lambda: self._busy not in wanted)
+            self._changed.wait_for(lambda: self._busy is None or self._busy.key not in wanted)
             self._changed.notify_all()
             return len(waiting)
 
@@ -122,7 +126,7 @@ class Writer:
             self._closing = True
         done = self.flush(timeout)
         with self._changed:
-            for key in [key for key in self._chunks if key != self._busy]:
+            for key in [key for key, chunk in self._chunks.items() if chunk is not self._busy]:
                 self._bytes -= self._chunks.pop(key).kv.nbytes
             self._changed.notify_all()
         self._thread.join(max(1.0, deadline - time.monotonic()))
@@ -137,7 +141,7 @@ class Writer:
                 uses = list(self._uses.values())
                 if chunk is None and not uses:
                     return
-                self._busy = chunk.key if chunk else None
+                self._busy = chunk
                 self._touching = bool(uses)
                 self._uses.clear()
             if uses:
@@ -148,12 +152,13 @@ class Writer:
     def _store(self, chunk: ChunkData) -> None:
         try:
             if self._write(chunk):
-                self._written(chunk.key)
+                self._written(chunk)
         except Exception:
             logger.exception("writing a chunk of KV memory failed")
         finally:
             with self._changed:
-                self._bytes -= self._chunks.pop(chunk.key).kv.nbytes
+                if self._chunks.get(chunk.key) is chunk:
+                    self._bytes -= self._chunks.pop(chunk.key).kv.nbytes
                 self._busy = None
                 self._changed.notify_all()
 

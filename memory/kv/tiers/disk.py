@@ -2,9 +2,10 @@
 
 Invariants:
 - The budget holds for all processes on the folder together, and from the moment the tier is opened.
-- The file is there before its row is, and gone before its row is: the bytes counted are never too few.
+- A row is entered before its file appears and struck out after its file is gone: the bytes counted are never too few.
 - What fails here costs the chunk, never the caller: methods on the serving path and the writer's raise nothing the
   disk does; they answer with nothing and count it.
+- Nothing is written on behalf of an owner that was forgotten: that is looked up under the folder's lock.
 """
 
 from __future__ import annotations
@@ -13,31 +14,37 @@ import errno
 import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
-from memory.kv.chunk import BadChunk, ChunkHeader, pack_chunk
-from memory.kv.codec.base import CodecError, KVArray
-from memory.kv.codec.factory import codec_named
+from memory.kv.chunk import PLAIN, BadChunk, ChunkHeader, Cipher, NoKey, body_bytes, pack_chunk
+from memory.kv.codec.base import Codec, CodecError, Kept, KVArray
+from memory.kv.codec.factory import Codecs
 from memory.kv.counters import Counters
-from memory.kv.forget import Held
+from memory.kv.fidelity import RUNGS, Fidelity, FidelityRecords, at_least, fidelity_named, worse
+from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
+from memory.kv.keyring import KeyringError, OwnerForgotten
 from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
-from memory.kv.tiers.base import ChunkData, Stored, TierStats
+from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats, kept_of
 from memory.kv.tiers.folder import ChunkFolder
-from memory.kv.tiers.index import Index, Row, is_damage
+from memory.kv.tiers.index import Held, Index, is_damage
+from memory.kv.tiers.keys import FolderKeys
 from memory.kv.tiers.lock import folder_lock
+from memory.kv.tiers.opening import discard_index, index_in_memory, open_index, refuse
+from memory.kv.tiers.reader import ChunkReader, Gone, ReadAhead
+from memory.kv.tiers.rebuild import row_of
 from memory.kv.tiers.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 EVICTION_BATCH = 64
-INDEX_NAME = "index.db"
+REFUSED_KEYS = 1 << 16
 
 
 class DiskTier:
@@ -47,187 +54,131 @@ class DiskTier:
         self,
         settings: KVSettings,
         folder: Path,
+        codecs: Codecs,
+        records: FidelityRecords,
         counters: Counters,
         evicted: Callable[[Iterable[bytes]], None],
     ) -> None:
-        """Opens the folder, and makes index, files and budget agree. `evicted` is told the keys of chunks that left."""
+        """Opens the folder, and makes index, files and budget agree. `evicted` is told the keys of chunks that left.
+
+        Raises `KeyringError` for a master key that cannot be used as it is.
+        """
+        self.folder = ChunkFolder(folder, settings.quarantine_bytes)
+        self.keys = FolderKeys(settings, self.folder)
         self._settings = settings
-        self._codec = codec_named(settings.codec)
-        self._folder = ChunkFolder(folder, settings.quarantine_bytes)
+        self._codecs = codecs
+        self._records = records
+        self._reader = ChunkReader(self.folder, codecs)
         self._counters = counters
         self._evicted = evicted
         self._trouble = Trouble("KV memory on disk", settings.retry_seconds)
-        self._refused: set[bytes] = set()  # bad files that could not be moved away
+        self._refused: dict[bytes, None] = {}  # files of no use that stay: bad ones, and those without a key here
         self._damaged = False
         self._maintenance = threading.Lock()
-        self._index = self._open()
+        self.index = self._open()
 
     # opening and mending
 
     def _open(self) -> Index:
         """The folder's index, made to agree with its files; one in memory where the folder cannot be written to."""
         try:
-            self._folder.prepare()
-            with self._exclusive():
+            self.folder.prepare()
+            with self.exclusive():
+                self.keys.open()
                 return self._open_index()
         except (OSError, sqlite3.Error) as error:
             self._counters.add("write_errors")
             self._trouble.failed(error)
-        index = Index(None)
-        try:
-            self._agree(index, may_write=False)
-        except OSError as error:
-            self._counters.add("read_errors")
-            logger.warning("KV memory cannot read %s: %s", self._folder.root, error)
-        return index
+        return index_in_memory(self.folder, self._counters)
 
     def _open_index(self) -> Index:
-        path = self._folder.root / INDEX_NAME
+        index = open_index(self.folder, self._counters)
         try:
-            index = Index(path)
-        except sqlite3.Error as error:
-            if not is_damage(error):
-                raise
-            self._discard_index(error)
-            index = Index(path)
-        try:
-            self._agree(index, may_write=True)
+            self._evict(index, index.used_bytes() - self._settings.disk_bytes, used_before=None)
         except BaseException:
             index.close()
             raise
         return index
 
-    def _discard_index(self, error: sqlite3.Error | str) -> None:
-        self._counters.add("index_rebuilds")
-        logger.warning("the index of KV memory is damaged (%s); rebuilding it from the chunk files", error)
-        for suffix in ("", "-wal", "-shm"):
-            (self._folder.root / f"{INDEX_NAME}{suffix}").unlink(missing_ok=True)
-
-    def _agree(self, index: Index, *, may_write: bool) -> None:
-        """Makes the index list exactly the files that are there, within the budget."""
-        entered = index.keys()
-        rows: list[Row] = []
-        for entry in self._folder.scan(clean=may_write):
-            if entered.pop(entry.key, None) == entry.size:
-                continue
-            try:
-                header, ids = self._folder.describe(entry)
-            except OSError as error:
-                self._counters.add("read_errors")
-                logger.warning("a chunk of KV memory cannot be read: %s", error)
-                continue
-            except BadChunk as error:
-                index.remove([entry.key])
-                if may_write:
-                    self._quarantine(entry.key, error)
-                continue
-            rows.append(
-                Row(
-                    key=header.key,
-                    parent=header.parent,
-                    start=header.start,
-                    tokens=header.tokens,
-                    ids=ids.tobytes(),
-                    size=entry.size,
-                    codec=header.codec,
-                    last_used=entry.modified,
-                )
-            )
-        index.remove(entered)
-        index.add(rows)
-        if may_write:
-            self._evict(index, index.used_bytes() - self._settings.disk_bytes, used_before=None)
-
     def maintain(self) -> None:
         """Replaces an index that is damaged, was deleted, or is only in memory. Called off the serving path."""
         with self._maintenance:
-            if not self._damaged and self._index.is_current():
+            if not self._damaged and self.index.is_current():
                 return
-            self._folder.prepare()
-            with self._exclusive():
-                if self._damaged and self._index.is_current():
-                    self._index.close()
-                    self._discard_index("found while reading")
+            self.folder.prepare()
+            with self.exclusive():
+                self.keys.open()
+                if self._damaged and self.index.is_current():
+                    self.index.close()
+                    discard_index(self.folder, self._counters, "found while reading")
                 fresh = self._open_index()
-            self._index.close()
-            self._index, self._damaged = fresh, False
+            self.index.close()
+            self.index, self._damaged = fresh, False
 
     def close(self) -> None:
-        """Closes the index. Lookups find nothing afterwards."""
-        self._index.close()
+        """Closes the index and the keyring. Lookups find nothing afterwards."""
+        self.index.close()
+        self.keys.close()
 
     # the serving path
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """See `Lookup.find`."""
-        found: dict[bytes, Stored] = self._ask(lambda: self._index.find(keys), {})
+        found: dict[bytes, Stored] = self._ask(lambda: self.index.find(keys), {})
         return {key: stored for key, stored in found.items() if key not in self._refused}
 
     def lengths(self, parent: bytes) -> list[int]:
         """See `Lookup.lengths`."""
-        return self._ask(lambda: self._index.lengths(parent), [])
+        return self._ask(lambda: self.index.lengths(parent), [])
 
     def siblings(self, parent: bytes, limit: int) -> list[Stored]:
         """See `Lookup.siblings`."""
-        found: list[Stored] = self._ask(lambda: self._index.siblings(parent, limit), [])
+        found: list[Stored] = self._ask(lambda: self.index.siblings(parent, limit), [])
         return [stored for stored in found if stored.key not in self._refused]
 
-    def read(self, ref: ChunkRef, identity: KVIdentity, out: KVArray) -> bool:
-        """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`.
+    def read_ahead(self, refs: Sequence[ChunkRef]) -> ReadAhead:
+        """What has the kernel read these chunks before they are read in this order."""
+        return ReadAhead(self.folder, refs if len(refs) > 1 else ())
 
-        False where the chunk is gone, unreadable or bad; a bad one is quarantined. `out` then holds anything.
+    def read(self, ref: ChunkRef, identity: KVIdentity, least: Fidelity, out: KVArray) -> Fidelity | None:
+        """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`; returns how exact.
+
+        None where the chunk is gone, unreadable or bad; a bad one is quarantined. `out` then holds anything.
         """
+
+        def cipher(owner: bytes) -> Cipher | None:
+            return self.keys.to_read(owner, identity.tenant_secret)
+
         try:
-            self._read(ref, identity, out)
+            return self._reader.restore(ref, identity, least, out, cipher)
         except FileNotFoundError:
             self._counters.add("lost")  # evicted meanwhile, by this process or another
-            self._ask(lambda: self._index.remove([ref.key]), 0)
-            return False
+            self._strike(ref.key)
         except OSError as error:
             self._counters.add("read_errors")
             logger.warning("a chunk of KV memory cannot be read: %s", error)
-            return False
+        except NoKey:
+            self._counters.add("locked")
+            self._refuse(ref.key)
+        except Gone:
+            self._counters.add("lost")
         except (BadChunk, CodecError) as error:
-            self._quarantine(ref.key, error)
-            self._ask(lambda: self._index.remove([ref.key]), 0)
-            return False
-        return True
+            self.discard(ref.key, error)
+        return None
 
-    def _read(self, ref: ChunkRef, identity: KVIdentity, out: KVArray) -> None:
-        digest = identity.digest()
+    def discard(self, key: bytes, reason: Exception) -> None:
+        """Puts a bad file aside, or deletes one of an earlier format, and strikes it out."""
+        if not refuse(self.folder, self._counters, key, reason):
+            self._refuse(key)
+        self._strike(key)
 
-        def accept(header: ChunkHeader) -> None:
-            if (header.key, header.parent, header.identity) != (ref.key, ref.parent, digest):
-                raise BadChunk("the file holds another chunk than its name says")
-            if header.dtype != identity.kv_dtype or header.shape != identity.shape(header.tokens):
-                raise BadChunk(f"the file holds {header.dtype} {header.shape}, not what the identity says")
-            if header.tokens < ref.tokens or header.start != ref.start:
-                raise BadChunk("the file holds other tokens than the index says")
+    def _strike(self, key: bytes) -> None:
+        self._ask(lambda: self.index.remove([key]), 0)
 
-        header, ids, payload = self._folder.read(ref.key, accept)
-        if ids[: ref.tokens].tobytes() != ref.ids or key_of(ref.parent, ids, digest) != ref.key:
-            raise BadChunk("the file holds other tokens than its key says")
-        try:
-            codec = codec_named(header.codec)
-        except ValueError as error:
-            raise BadChunk(str(error)) from error
-        if header.tokens == ref.tokens:
-            codec.decode(payload, out)
-        else:
-            whole = np.empty(header.shape, out.dtype)
-            codec.decode(payload, whole)
-            out[...] = whole[:, :, :, : ref.tokens]
-
-    def _quarantine(self, key: bytes, reason: Exception) -> None:
-        self._counters.add("quarantined")
-        logger.warning("refused chunk %s of KV memory: %s", key.hex()[:16], reason)
-        try:
-            self._folder.quarantine(key)
-        except FileNotFoundError:
-            return  # another thread or process was faster
-        except OSError as error:
-            self._refused.add(key)
-            logger.warning("a refused chunk cannot be moved away: %s", error)
+    def _refuse(self, key: bytes) -> None:
+        while len(self._refused) >= REFUSED_KEYS:
+            self._refused.pop(next(iter(self._refused)), None)
+        self._refused[key] = None
 
     def _ask(self, question: Callable[[], Answer], nothing: Answer) -> Answer:
         """The index's answer, or `nothing` where it has none; a damaged one is mended later, off this path."""
@@ -247,8 +198,11 @@ class DiskTier:
             return False
         try:
             self.maintain()
-            stored = bool(self._index.find([chunk.key])) or self._write(chunk)
-        except (OSError, sqlite3.Error) as error:
+            stored = self._has(chunk) or self._write(chunk)
+        except OwnerForgotten:
+            self._counters.add("dropped")
+            return False
+        except (OSError, sqlite3.Error, KeyringError) as error:
             self._counters.add("write_errors")
             self._damaged = self._damaged or (isinstance(error, sqlite3.Error) and is_damage(error))
             self._trouble.failed(error)
@@ -256,59 +210,84 @@ class DiskTier:
         self._trouble.recovered()
         return stored
 
+    def _has(self, chunk: ChunkData) -> bool:
+        """Whether the chunk is there, as good as it would be now."""
+        stored = self.index.find([chunk.key]).get(chunk.key)
+        if stored is None or chunk.key in self._refused:
+            return False
+        return at_least(stored.fidelity, worse(chunk.fidelity, self._settings.codec))
+
     def _write(self, chunk: ChunkData) -> bool:
-        payload = self._codec.encode(chunk.kv)
+        codec = self._encoder(self._settings.codec, chunk.model)
+        payload = codec.encode(chunk.kv, kept_of(chunk.start, chunk.follows), chunk.start)
+        cipher = self.keys.to_write(chunk.owner, chunk.tenant_secret)
+        self._records.learn(chunk.model, chunk.weights_id)
         header = ChunkHeader(
             key=chunk.key,
             parent=chunk.parent,
             identity=chunk.identity,
+            model=chunk.model,
+            band=chunk.band,
             start=chunk.start,
             shape=chunk.kv.shape,
             dtype=chunk.kv_dtype,
-            codec=self._codec.name,
-            payload_bytes=len(payload),
+            codec=codec.name,
+            fidelity=worse(chunk.fidelity, fidelity_named(codec.name)),
+            body_bytes=body_bytes(chunk.tokens, len(payload), encrypted=cipher is not None),
+            created=time.time(),
+            expires=chunk.expires,
+            owner=chunk.owner,
+            nonce=self.keys.nonce() if cipher else PLAIN,
         )
-        data = pack_chunk(header, chunk.ids, payload)
-        with self._exclusive():
-            if not self._make_room(len(data), chunk.stamp):
+        data = pack_chunk(header, chunk.prefix, chunk.ids, payload, cipher)
+        with self.exclusive():
+            if self.keys.is_destroyed(chunk.owner):
+                raise OwnerForgotten
+            if not self._make_room(chunk.key, len(data), chunk.stamp):
                 self._counters.add("dropped")
                 return False
-            self._folder.write(chunk.key, data)
-            self._refused.discard(chunk.key)
-            try:
-                self._enter(chunk, header, len(data))
-            except sqlite3.Error:
-                self._folder.delete(chunk.key)
-                raise
+            self._put(header, chunk.prefix, data, chunk.stamp)
+            self.index.supersede(
+                key_of(chunk.parent, chunk.ids[:length], chunk.identity)
+                for length in self.index.lengths(chunk.parent)
+                if length < header.tokens
+            )
         return True
 
-    def _enter(self, chunk: ChunkData, header: ChunkHeader, size: int) -> None:
-        row = Row(
-            key=chunk.key,
-            parent=chunk.parent,
-            start=chunk.start,
-            tokens=header.tokens,
-            ids=chunk.ids.tobytes(),
-            size=size,
-            codec=header.codec,
-            last_used=chunk.stamp,
-        )
-        self._index.add([row])
-        self._index.supersede(
-            key_of(chunk.parent, chunk.ids[:length], chunk.identity)
-            for length in self._index.lengths(chunk.parent)
-            if length < header.tokens
-        )
+    def _encoder(self, name: Fidelity, model: bytes) -> Codec:
+        """The codec of that name, or of the next better rung where it cannot encode KV of this model."""
+        for rung in reversed(RUNGS[: RUNGS.index(name) + 1]):
+            codec = self._codecs.encoder(rung, model)
+            if codec is not None:
+                return codec
+        raise AssertionError("exact encodes everything")
 
-    def _make_room(self, needed: int, stamp: float) -> bool:
-        used = self._index.used_bytes()
-        free = self._folder.free_bytes()
+    def _put(self, header: ChunkHeader, prefix: bytes, data: bytearray, stamp: float) -> None:
+        """Writes a chunk's file, in the place of an older one, and its row. Hold the folder's lock."""
+        before = self.index.rows([header.key]).get(header.key)
+        self.index.enter(replace(row_of(header, prefix, len(data)), last_used=stamp))
+        try:
+            self.folder.write(header.key, data)
+        except OSError:
+            if before is None:
+                self.index.remove([header.key])
+            else:
+                self.index.add([before])
+            raise
+        self.index.stored(header.key)
+        self._refused.pop(header.key, None)
+
+    def _make_room(self, key: bytes, size: int, stamp: float) -> bool:
+        before = self.index.rows([key]).get(key)
+        needed = size - (before.size if before is not None and before.tier == "disk" else 0)
+        used = self.index.used_bytes()
+        free = self.folder.free_bytes()
         budget = min(self._settings.disk_bytes, used + free - self._settings.disk_reserve_bytes)
-        if needed > self._settings.disk_bytes:
+        if size > self._settings.disk_bytes:
             return False
         if needed > budget:
             raise OSError(errno.ENOSPC, f"{free} bytes free, of which {self._settings.disk_reserve_bytes} are reserved")
-        return self._evict(self._index, used + needed - budget, used_before=stamp)
+        return self._evict(self.index, used + needed - budget, used_before=stamp)
 
     def _evict(self, index: Index, excess: int, used_before: float | None) -> bool:
         """Deletes the chunks worth least until `excess` bytes are freed.
@@ -331,7 +310,7 @@ class DiskTier:
                 break
             limit *= 2
         for key in victims:
-            self._folder.delete(key)
+            self.folder.delete(key)
         index.remove(victims)
         self._evicted(victims)
         self._counters.add("evictions", len(victims))
@@ -339,47 +318,131 @@ class DiskTier:
 
     def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> None:
         """Records uses of chunks: key, time, hits. Those that another process evicted are noticed by it."""
-        missing: list[bytes] = self._ask(lambda: self._index.touch(uses), [])
+        missing: list[bytes] = self._ask(lambda: self.index.touch(uses), [])
         self._evicted(missing)
 
-    def _exclusive(self) -> AbstractContextManager[None]:
-        return folder_lock(self._folder.root / "lock", self._settings.lock_seconds)
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The folder's lock, over processes and threads. Raises `OSError` where another keeps it for too long."""
+        return folder_lock(self.folder.root / "lock", self._settings.lock_seconds)
 
-    # upkeep
+    # upkeep: these raise what the disk does, `OSError` and `sqlite3.Error`
 
-    def held(self) -> list[Held]:
-        """Every chunk of the folder, also one whose writer was killed before it was entered. Raises as `forget`."""
-        self.maintain()
-        with self._exclusive():
-            self._agree(self._index, may_write=True)
-            return self._index.held()
+    def rewrite(self, key: bytes, codec_name: str, kept: Kept) -> int | None:
+        """Writes a chunk again by another codec, in its place; returns the bytes saved.
 
-    def forget(self, keys: Iterable[bytes]) -> int:
-        """Deletes chunks; returns how many there were. Raises `OSError` or `sqlite3.Error`: it must not fail unseen."""
+        None where the chunk is gone, bad, locked, not codable or would not become smaller. Its last use stays.
+        """
+        try:
+            whole = self._reader.load(key, self.keys.for_upkeep)
+        except (FileNotFoundError, NoKey, Gone):
+            return None
+        except (BadChunk, CodecError) as error:
+            self.discard(key, error)
+            return None
+        old = whole.header
+        codec = self._codecs.encoder(codec_name, old.model)
+        if codec is None:
+            return None
+        payload = codec.encode(whole.kv, kept, old.start)
+        cipher = self.keys.for_upkeep(old.owner) if old.encrypted else None
+        new = replace(
+            old,
+            codec=codec.name,
+            fidelity=worse(old.fidelity, fidelity_named(codec.name)),
+            body_bytes=body_bytes(old.tokens, len(payload), encrypted=old.encrypted),
+            nonce=self.keys.nonce() if old.encrypted else PLAIN,
+        )
+        saved = old.file_bytes - new.file_bytes
+        if saved <= 0 or (old.encrypted and cipher is None):
+            return None
+        data = pack_chunk(new, whole.prefix, whole.ids, payload, cipher)
+        with self.exclusive():
+            row = self.index.rows([key]).get(key)
+            if row is None or row.state != "stored" or self._changed(old) or self.keys.is_destroyed(old.owner):
+                return None
+            self._put(new, whole.prefix, data, row.last_used)
+        self._evicted([key])  # a save may bring it back better
+        return saved
+
+    def _changed(self, header: ChunkHeader) -> bool:
+        """Whether the file is another one than it was when this header was read."""
+        try:
+            now, _ = self.folder.read_head(header.key)
+        except (FileNotFoundError, BadChunk):
+            return True
+        return (now.codec, now.created, now.nonce) != (header.codec, header.created, header.nonce)
+
+    def verify(self, key: bytes) -> bool:
+        """Proves a chunk's file by its checksum. A bad one is put aside, one that is gone struck out."""
+        try:
+            self._reader.verify(key)
+        except FileNotFoundError:
+            self._strike(key)
+            return False
+        except BadChunk as error:
+            self.discard(key, error)
+            return False
+        return True
+
+    def children_tokens(self, key: bytes) -> int:
+        """Tokens of the longest chunk that follows this one; 0 without."""
+        return self.index.longest_child(key)
+
+    def drop(self, keys: Iterable[bytes]) -> int:
+        """Deletes chunks; returns how many there were."""
         wanted = list(set(keys))
-        with self._exclusive():
+        with self.exclusive():
             for key in wanted:
-                self._folder.forget(key)
-            self._folder.sync(wanted)
-            removed = self._index.remove(wanted)
-            self._index.scrub()
-            return removed
+                self.folder.delete(key)
+            removed = self.index.remove(wanted)
+        self._evicted(wanted)
+        return removed
 
-    def empty_quarantine(self) -> int:
-        """Deletes the refused files, which may hold anybody's words; returns how many. Raises as `forget`."""
-        with self._exclusive():
-            return self._folder.empty_quarantine()
+    def forget(self, owners: Sequence[bytes], so_far: Forgotten) -> Forgotten:
+        """Deletes the bytes of these owners, refused files included; adds to `so_far` what that removed."""
+        self.maintain()
+        with self.exclusive():
+            keys = [key for owner in owners for key in self.index.by_owner(owner)]
+            for key in keys:
+                self.folder.delete(key)
+            refused = self.folder.forget_refused(owners)
+            self.folder.sync(keys)
+            removed = self.index.remove(keys)
+            self.index.scrub()
+        self._evicted(keys)
+        return replace(so_far, disk=removed, quarantined=refused)
 
     def clear(self) -> None:
-        """Deletes all chunks. Raises as `forget` does."""
-        with self._exclusive():
-            self._folder.clear()
-            self._index.remove(self._index.keys())
+        """Deletes all chunks; keys and what was forgotten stay."""
+        with self.exclusive():
+            self.folder.clear()
+            self.index.remove(self.index.keys())
 
     def stats(self) -> TierStats:
         """How full the tier is, all processes together."""
-        chunks, tokens, size = self._ask(self._index.totals, (0, 0, 0))
+        chunks, tokens, size = self._ask(self.index.totals, (0, 0, 0))
         return TierStats(chunks, tokens, size, self._settings.disk_bytes)
+
+    def remote_stats(self) -> TierStats:
+        """How full the remote tier is."""
+        return TierStats(0, 0, 0, 0)
+
+    def report(self) -> list[Holding]:
+        """What is stored, by model, band, codec and fidelity. Reads the whole index."""
+        everything: list[Held] = self._ask(self.index.holdings, [])
+        return [
+            Holding(
+                model_hex=held.model.hex(),
+                band=held.band,
+                codec=held.codec,
+                fidelity=fidelity_named(held.fidelity),
+                chunks=held.chunks,
+                tokens=held.tokens,
+                bytes=held.bytes,
+                raw_bytes=held.raw_bytes,
+            )
+            for held in everything
+        ]
 
     @property
     def trouble(self) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from memory.kv.forget import Held
+from memory.kv.fidelity import at_least
 from memory.kv.tiers.base import ChunkData, Stored, TierStats
 
 
@@ -37,24 +38,28 @@ class RamTier:
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """Those of `keys` that are here. See `Lookup.find`."""
         with self._lock:
-            return {key: stored(self._chunks[key]) for key in keys if key in self._chunks}
+            chunks = [self._chunks[key] for key in keys if key in self._chunks]
+        return usable(chunks)
 
     def lengths(self, parent: bytes) -> list[int]:
         """See `Lookup.lengths`."""
         with self._lock:
-            return sorted({len(self._chunks[key].ids) for key in self._children.get(parent, ())})
+            return sorted({self._chunks[key].tokens for key in self._children.get(parent, ())})
 
     def siblings(self, parent: bytes, limit: int) -> list[Stored]:
         """See `Lookup.siblings`."""
         with self._lock:
             chunks = [self._chunks[key] for key in self._children.get(parent, ())]
-        return [stored(chunk) for chunk in heapq.nlargest(limit, chunks, key=lambda chunk: chunk.stamp)]
+        return list(usable(heapq.nlargest(limit, chunks, key=lambda chunk: chunk.stamp)).values())
 
     def put(self, chunk: ChunkData) -> bool:
-        """Takes the chunk in, or returns False where what it would drive out is worth as much."""
+        """Takes the chunk in, in the place of one less exact; False where what it would drive out is worth as much."""
         with self._lock:
-            if chunk.key in self._chunks:
+            before = self._chunks.get(chunk.key)
+            if before is not None and at_least(before.fidelity, chunk.fidelity):
                 return True
+            if before is not None:
+                self._remove(chunk.key)
             if not self._make_room(chunk):
                 return False
             self._chunks[chunk.key] = chunk
@@ -89,10 +94,10 @@ class RamTier:
                     self._chunks[key] = replace(self._chunks[key], stamp=0.0)
                     self._chunks.move_to_end(key, last=False)
 
-    def held(self) -> list[Held]:
-        """Every chunk that is here."""
+    def owned_by(self, owners: Collection[bytes]) -> list[bytes]:
+        """Keys of the chunks of these owners."""
         with self._lock:
-            return [held(chunk) for chunk in self._chunks.values()]
+            return [chunk.key for chunk in self._chunks.values() if chunk.owner in owners]
 
     def forget(self, keys: Iterable[bytes]) -> int:
         """Drops these chunks; returns how many were here."""
@@ -112,7 +117,7 @@ class RamTier:
     def stats(self) -> TierStats:
         """How full the tier is."""
         with self._lock:
-            tokens = sum(len(chunk.ids) for chunk in self._chunks.values())
+            tokens = sum(chunk.tokens for chunk in self._chunks.values())
             return TierStats(len(self._chunks), tokens, self._bytes, self._budget)
 
     def _remove(self, key: bytes) -> None:
@@ -124,11 +129,23 @@ class RamTier:
             del self._children[chunk.parent]
 
 
-def held(chunk: ChunkData) -> Held:
-    """How a chunk in memory is listed."""
-    return Held(chunk.key, chunk.parent, chunk.start, chunk.ids.tobytes())
+def usable(chunks: Iterable[ChunkData]) -> dict[bytes, Stored]:
+    """How chunks in memory show in lookups: those that have not expired."""
+    now = time.time()
+    return {chunk.key: stored(chunk) for chunk in chunks if not chunk.expired(now)}
 
 
 def stored(chunk: ChunkData) -> Stored:
     """How a chunk in memory shows in lookups."""
-    return Stored(chunk.key, "ram", len(chunk.ids), chunk.kv.nbytes, "exact", 0, chunk.ids.tobytes())
+    return Stored(
+        key=chunk.key,
+        tier="ram",
+        tokens=chunk.tokens,
+        size=chunk.kv.nbytes,
+        codec="exact",
+        fidelity=chunk.fidelity,
+        hits=0,
+        owner=chunk.owner,
+        expires=chunk.expires,
+        prefix=chunk.prefix,
+    )

@@ -1,0 +1,64 @@
+"""What this process knows to be on disk, so that saving need not ask the index.
+
+Bounded, and never more than a hint: a chunk that was evicted by another process is noticed at the next match.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+
+from memory.kv.fidelity import Fidelity, at_least
+
+KNOWN_KEYS = 1 << 18
+KNOWN_SHARES = 1 << 18
+
+
+class Known:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: dict[bytes, tuple[Fidelity, bytes]] = {}
+        self._shares: dict[tuple[bytes, bytes], None] = {}
+
+    def has(self, key: bytes, least: Fidelity) -> bool:
+        """Whether the chunk is known to be stored at least that exact."""
+        with self._lock:
+            known = self._chunks.get(key)
+        return known is not None and at_least(known[0], least)
+
+    def learn(self, chunks: Iterable[tuple[bytes, Fidelity, bytes]]) -> None:
+        """Notes key, fidelity and owner of chunks that are stored."""
+        with self._lock:
+            for key, fidelity, owner in chunks:
+                self._chunks[key] = fidelity, owner
+            while len(self._chunks) > KNOWN_KEYS:
+                del self._chunks[next(iter(self._chunks))]
+
+    def unlearn(self, keys: Iterable[bytes]) -> None:
+        """Notes that chunks may be gone."""
+        with self._lock:
+            for key in keys:
+                self._chunks.pop(key, None)
+
+    def unlearn_owners(self, owners: Collection[bytes]) -> None:
+        """Notes that every chunk of these owners is gone."""
+        with self._lock:
+            self._chunks = {key: known for key, known in self._chunks.items() if known[1] not in owners}
+
+    def shares(self, key: bytes, owner: bytes) -> bool:
+        """Whether another owner's chunk serves this owner, and that is said for the first time."""
+        with self._lock:
+            known = self._chunks.get(key)
+            if known is None or known[1] == owner or (key, owner) in self._shares:
+                return False
+            self._shares[key, owner] = None
+            while len(self._shares) > KNOWN_SHARES:
+                del self._shares[next(iter(self._shares))]
+            return True
+
+    def clear(self) -> None:
+        """Knows nothing any more."""
+        with self._lock:
+            self._chunks.clear()
