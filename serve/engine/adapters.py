@@ -63,6 +63,11 @@ class Adapter:
     digest: str
     deltas: dict[str, Delta]
 
+    @property
+    def first_layer(self) -> int:
+        """The lowest layer that it changes: those below compute as the base's do."""
+        return min(int(name.split(".")[2]) for name in self.deltas)
+
     def merge_into(self, decoder: Decoder) -> Decoder:
         """Returns a decoder with the deltas merged; layers without any are shared with `decoder`."""
         layers = tuple(self._merge_layer(layer, index, decoder.config) for index, layer in enumerate(decoder.layers))

@@ -14,17 +14,20 @@ from pathlib import Path
 
 import torch
 
-from memory.kv.forget import Doomed, Forgotten
+from memory.kv.codec.factory import Codecs
+from memory.kv.forget import Forgotten
 from serve.engine.adapters import read_adapter
 from serve.engine.errors import EngineError, InvalidRequest, WeightsError
 from serve.engine.kv_memory import KVMemory, open_memory
 from serve.engine.loop import EngineLoop, use_threads
 from serve.engine.pages import PageBudget
+from serve.engine.probing import Probing
 from serve.engine.request import Completion, DoneEvent, Event, FailedEvent, Listener, Request, collect
 from serve.engine.sampler import new_generator
 from serve.engine.sequence import Job, Sequence, Ticket
 from serve.engine.settings import EngineSettings
 from serve.engine.versions import Version, Versions
+from serve.engine.warm import warm_up
 from serve.engine.weights import load_decoder
 from serve.weights_id import base_weights_id, weights_id
 
@@ -37,10 +40,13 @@ class EngineLoad:
     """How busy the engine is, and what it has done since it started, in tokens."""
 
     waiting: int
+    background: int
+    """Background requests that wait; `waiting` leaves them out."""
     running: int
     kv_reserved_bytes: int
     kv_budget_bytes: int
     computed_tokens: int
+    lifted_tokens: int
     generated_tokens: int
 
 
@@ -52,7 +58,11 @@ class Engine:
         self.versions = Versions(base, settings.max_resident_adapters)
         self.context = base.decoder.context
         self.memory = memory
-        self._budget = PageBudget(base.decoder.new_kv, base.decoder.kv_bytes_per_token, settings.kv_buffer_bytes)
+        self.probing = Probing(self.versions, memory.store.codecs if memory is not None else Codecs())
+        self._budget = PageBudget(base.decoder, settings.kv_buffer_bytes, settings.kv_warm_bytes)
+        if memory is not None:
+            use_threads(settings)
+            warm_up(base.decoder, settings, self._budget, memory.store.cost)
         self._loop = EngineLoop(settings, self._budget, self.versions, memory)
 
     @classmethod
@@ -60,7 +70,8 @@ class Engine:
         """Loads the base model of `settings`. Raises `WeightsError` or `UnsupportedModel`."""
         if settings.model is None:
             raise WeightsError("no model is set: give the folder of a Hugging Face model as `model`")
-        decoder = load_decoder(settings.model, DTYPES[settings.dtype], settings.context_length)
+        dtype = DTYPES[settings.dtype]
+        decoder = load_decoder(settings.model, dtype, settings.context_length, settings.kv_shared_layers)
         digest = base_weights_id(settings.model)
         base = Version(settings.served_name, settings.model, digest, FORMATS[settings.dtype], decoder)
         return cls(settings, base, open_memory(settings))
@@ -76,10 +87,12 @@ class Engine:
         scheduler, stepper = self._loop.scheduler, self._loop.stepper
         return EngineLoad(
             waiting=self._loop.waiting,
+            background=self._loop.background,
             running=scheduler.running,
             kv_reserved_bytes=self._budget.used,
             kv_budget_bytes=self._budget.budget,
             computed_tokens=stepper.computed_tokens,
+            lifted_tokens=stepper.lifted_tokens,
             generated_tokens=stepper.generated_tokens,
         )
 
@@ -93,8 +106,9 @@ class Engine:
         jobs: list[Job] = []
         try:
             for place, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+                reuse = self.versions.find(request.kv.reuse_model) if request.kv.reuse_model else None
                 version = self.versions.acquire(request.model)
-                jobs.append(_new_job(request, version, limit, place, listener, ticket))
+                jobs.append(_new_job(request, version, reuse, limit, place, listener, ticket))
             self._loop.put(jobs)
         except EngineError:
             for job in jobs:
@@ -131,7 +145,8 @@ class Engine:
             use_threads(self.settings)
             with torch.inference_mode():
                 decoder = adapter.merge_into(base.decoder)
-            return Version(name, folder, identity, f"{base.compute_format}-merged", decoder)
+            compute_format = f"{base.compute_format}-merged"
+            return Version(name, folder, identity, compute_format, decoder, base, adapter.first_layer)
 
         return self.versions.add(name, identity, load)
 
@@ -142,18 +157,15 @@ class Engine:
         """
         return self.versions.retire(name)
 
-    def forget(self, prompts: Many[Many[int]], keep: Many[int], cache_salt: str) -> Forgotten:
-        """Removes the KV of these token ids from memory, but for the first `keep` of each, whatever computed it.
+    def forget(self, owners: Many[str], cache_salt: str) -> Forgotten:
+        """Destroys what was stored on behalf of these owners, whatever version computed it; their requests that run
+        now store nothing.
 
         Raises `InvalidRequest`, or `EngineError` where memory cannot be made to forget.
         """
-        if len(prompts) != len(keep):
-            raise InvalidRequest(f"keep_tokens has {len(keep)} entries for {len(prompts)} prompts: give one for each")
-        try:
-            doomed = [Doomed.of(ids, first) for ids, first in zip(prompts, keep, strict=True)]
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
-        return self.memory.forget(doomed, cache_salt) if self.memory is not None else Forgotten()
+        if "" in owners:
+            raise InvalidRequest("owners must not be empty: what has no owner is the tenant's, and nobody's to delete")
+        return self.memory.forget(owners, cache_salt) if self.memory is not None else Forgotten()
 
     def close(self) -> None:
         """Fails what is still in flight, writes out what memory was given, and ends the engine's threads."""
@@ -163,7 +175,7 @@ class Engine:
 
     def _check(self, request: Request) -> int:
         """Returns how many tokens `request` may generate. Raises `InvalidRequest`."""
-        request.sampling.check()
+        request.check()
         vocabulary = self.versions.base.decoder.config.vocabulary
         count, wanted, n = len(request.prompt), request.sampling.max_tokens, request.sampling.n
         if not count:
@@ -187,8 +199,16 @@ class Engine:
         return limit
 
 
-def _new_job(request: Request, version: Version, limit: int, place: int, listener: Listener, ticket: Ticket) -> Job:
-    job = Job(request, version, limit, place, listener, ticket)
+def _new_job(
+    request: Request,
+    version: Version,
+    reuse: Version | None,
+    limit: int,
+    place: int,
+    listener: Listener,
+    ticket: Ticket,
+) -> Job:
+    job = Job(request, version, limit, place, listener, ticket, reuse)
     for choice in range(request.sampling.n):
         generator = new_generator(request.sampling.seed, choice)
         job.sequences.append(Sequence(job, choice, list(request.prompt), generator))

@@ -1,7 +1,8 @@
 """The engine's side of KV memory: restores prompts and remembers sequences, in one thread of its own.
 
 Requests are served in order, so a prompt that continues a reply which just ended finds that reply's KV. The engine's
-thread never waits for this one. Everything is stored under the identity of the version that computed it.
+thread never waits for this one. Everything is stored under the identity of the version that computed it, and as no
+more exact than what it was computed over; what was computed over another version's KV is not stored at all.
 """
 
 from __future__ import annotations
@@ -11,33 +12,37 @@ import queue
 import sqlite3
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-import numpy as np
-import torch
-
-from memory.kv.forget import Doomed, Forgotten
-from memory.kv.identity import LAYOUT, KVIdentity, pack_ids
+from memory.kv.fidelity import Fidelity
+from memory.kv.forget import Forgotten
+from memory.kv.identity import Ids
 from memory.kv.stats import KVStats
 from memory.kv.store import KVStore
+from serve.engine.bands import Band, as_array, entering_band, identity_of, kv_bands
 from serve.engine.errors import EngineError
-from serve.engine.sequence import Job, Restored, Sequence
+from serve.engine.pages import Buffer
+from serve.engine.restore import Restorer
+from serve.engine.sequence import NOTHING, Job, Restoration, Sequence
 from serve.engine.settings import EngineSettings
-from serve.engine.versions import Version
 
+__all__ = ["KVMemory", "MemoryStats", "as_array", "identity_of", "open_memory"]
 log = logging.getLogger(__name__)
-LEAST_OBSERVED_TOKENS = 64  # shorter prefills say more about a step's fixed cost than about prefill speed
 
 FORGET_SECONDS = 60.0
-DELETION_BYTES = 1 << 26  # of token ids that are kept of deletions; the oldest have no request left that ran then
+REMEMBERED_DELETIONS = 1 << 16  # of owners; those deleted longest ago have no request left that ran then
+PROGRESS_TOKENS = 1024
+"""While a prompt is computed, its KV is stored whenever so many tokens are complete, or an eighth of those there are:
+each time costs a pass over the keys of the whole sequence, which would be quadratic in small steps."""
+ROOM_PAUSE, ROOM_SECONDS = 0.05, 5.0
+"""How long the end of a long sequence waits for the writer while nothing else is asked of memory."""
 
-Deliver = Callable[[Job, tuple[Restored, ...]], None]
+Deliver = Callable[[Job, Buffer, Restoration], None]
 
 
 @dataclass(frozen=True)
@@ -50,23 +55,21 @@ class MemoryStats:
 
 
 @dataclass(frozen=True)
-class _Deletion:
-    """What was forgotten, and when: requests that ran at that time must not bring it back."""
+class _Save:
+    """The tokens of a sequence from `start` on that are to be remembered; the buffer is held until `ended` is called.
 
-    at: float
-    doomed: tuple[Doomed, ...]
-    cache_salt: str
+    A `final` one waits where the writer has no room; the others are tried again as the prompt grows.
+    """
 
-    @property
-    def bytes(self) -> int:
-        return sum(len(sequence.ids) for sequence in self.doomed)
-
-    def covers(self, job: Job, token_ids: list[int]) -> bool:
-        """Whether the job began before this deletion and holds what was deleted."""
-        if job.submitted_at > self.at or job.request.cache_salt != self.cache_salt:
-            return False
-        ids = pack_ids(token_ids).tobytes()
-        return any(sequence.is_held_by(0, ids) for sequence in self.doomed)
+    job: Job
+    ids: Ids
+    start: int
+    buffer: Buffer
+    fidelity: Fidelity
+    entering_from: int
+    ended: Callable[[_Save], None]
+    final: bool
+    waited: float = 0.0
 
 
 def open_memory(settings: EngineSettings) -> KVMemory | None:
@@ -76,34 +79,9 @@ def open_memory(settings: EngineSettings) -> KVMemory | None:
     return KVMemory(KVStore(settings.kv, settings.kv_folder))
 
 
-def identity_of(version: Version, cache_salt: str) -> KVIdentity:
-    """Everything that the KV of `version` depends on besides the token ids."""
-    decoder = version.decoder
-    return KVIdentity(
-        weights_id=version.weights_id,
-        compute_format=version.compute_format,
-        kv_dtype=str(decoder.dtype).removeprefix("torch."),
-        layers=decoder.config.layers,
-        kv_heads=decoder.config.kv_heads,
-        head_dim=decoder.config.head_dim,
-        layout=LAYOUT,
-        rope=decoder.config.rope_json,
-        attention=decoder.config.attention_json,
-        tenant_secret=cache_salt,
-    )
-
-
-def as_array(kv: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Returns the same memory as a numpy array; bf16 as its bits in uint16."""
-    if kv.dtype == torch.bfloat16:
-        bits: np.ndarray[Any, Any] = kv.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    array: np.ndarray[Any, Any] = kv.numpy()
-    return array
-
-
 class KVMemory:
-    """`restore`, `save` and `observe_prefill` are called from the engine's thread and return at once."""
+    """`restore`, `save`, `save_progress` and the `observe_` methods are called from the engine's thread and return at
+    once."""
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
@@ -111,7 +89,7 @@ class KVMemory:
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._dropped_saves = 0
-        self._deletions: deque[_Deletion] = deque()
+        self._deletions: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="kv-memory", daemon=True)
         self._thread.start()
 
@@ -120,10 +98,11 @@ class KVMemory:
 
         False when there is nothing to look for; then `deliver` is not called.
         """
-        buffer = job.leader.buffer
-        if job.scores_prompt or buffer is None or len(job.request.prompt) <= self.store.settings.min_tokens:
+        sequence = job.leader
+        if job.scores_prompt or sequence.buffer is None or len(sequence.tokens) <= self.store.settings.min_tokens:
             return False
-        self._tasks.put(partial(self._restore, job, buffer.kv, deliver))
+        ids = sequence.ids(len(sequence.tokens))
+        self._tasks.put(partial(self._restore, job, ids, sequence.buffer.hold(), deliver))
         return True
 
     def save(self, sequence: Sequence) -> None:
@@ -132,31 +111,49 @@ class KVMemory:
         Sequences that wait for this keep their buffers; beyond `KVSettings.queue_bytes` of them, one is dropped.
         """
         job, buffer = sequence.job, sequence.buffer
-        if buffer is None or not job.request.kv_save or job.scores_prompt:
+        if buffer is None or not self._is_to_be_saved(sequence):
             return
-        if sequence.computed < self.store.settings.min_tokens:
-            return
-        size = buffer.reserved
         with self._lock:
-            if self._waiting_bytes and self._waiting_bytes + size > self.store.settings.queue_bytes:
+            if self._waiting_bytes and self._waiting_bytes + buffer.reserved > self.store.settings.queue_bytes:
                 self._dropped_saves += 1
                 return
-            self._waiting_bytes += size
-        token_ids = sequence.tokens[: sequence.computed]
-        self._tasks.put(partial(self._save, job, token_ids, buffer.kv, size))
+            self._waiting_bytes += buffer.reserved
+        self._tasks.put(partial(self._save, self._save_of(sequence, sequence.computed, 0, self._end_save, final=True)))
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Tells the cost model how long computing `tokens` prompt tokens took."""
-        if tokens >= LEAST_OBSERVED_TOKENS:
-            self.store.cost.observe_prefill(tokens, seconds)
+    def save_progress(self, sequence: Sequence) -> None:
+        """Remembers what is complete of a prompt that is still being computed, now and then."""
+        size = self.store.settings.chunk_tokens
+        complete = sequence.computed // size * size
+        pause = max(PROGRESS_TOKENS, min(sequence.computed // 8, self._batch_tokens(sequence.job)))
+        if sequence.buffer is None or sequence.saving or complete - sequence.saved < pause:
+            return
+        if not self._is_to_be_saved(sequence):
+            return
+        sequence.saving = True
 
-    def forget(self, doomed: Many[Doomed], cache_salt: str) -> Forgotten:
-        """Removes what holds these sequences from every tier; requests of the tenant that run now do not save them.
+        def ended(save: _Save) -> None:
+            save.buffer.let_go()
+            if sequence.buffer is save.buffer:
+                sequence.saved = save.start
+            sequence.saving = False
+
+        self._tasks.put(partial(self._save, self._save_of(sequence, complete, sequence.saved, ended, final=False)))
+
+    def observe_prefill(self, tokens: int, seconds: float, start: int) -> None:
+        """Tells the cost model how long a step with `tokens` prompt tokens from position `start` on took."""
+        self.store.cost.observe_prefill(tokens, seconds, start)
+
+    def observe_lift(self, tokens: int, seconds: float, start: int) -> None:
+        """The same of tokens that were computed from the first layer on that is not shared."""
+        self.store.cost.observe_lift(tokens, seconds, start)
+
+    def forget(self, owners: Many[str], cache_salt: str) -> Forgotten:
+        """Removes what was stored on behalf of these owners from every tier; their requests that run now save nothing.
 
         Waits, after saves that were asked for before. Raises `EngineError` where it cannot be done.
         """
         done: Future[Forgotten] = Future()
-        self._tasks.put(partial(self._forget, _Deletion(time.monotonic(), tuple(doomed), cache_salt), done))
+        self._tasks.put(partial(self._forget, tuple(owners), cache_salt, time.monotonic(), done))
         try:
             return done.result(FORGET_SECONDS)
         except (OSError, sqlite3.Error, TimeoutError) as error:
@@ -168,9 +165,10 @@ class KVMemory:
 
     def flush(self, timeout: float) -> bool:
         """Waits until everything given to `save` so far is on disk; False when `timeout` seconds were not enough."""
+        deadline = time.monotonic() + timeout
         done = threading.Event()
         self._tasks.put(done.set)
-        return done.wait(timeout) and self.store.flush(timeout)
+        return done.wait(timeout) and self.store.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Writes out what was given to `save` and ends the threads."""
@@ -185,45 +183,127 @@ class KVMemory:
             except Exception:  # memory may cost time, never an answer: later tasks still run
                 log.exception("KV memory failed at a task; what it was to restore is computed")
 
-    def _forget(self, deletion: _Deletion, done: Future[Forgotten]) -> None:
-        self._deletions.append(deletion)
-        while len(self._deletions) > 1 and sum(entry.bytes for entry in self._deletions) > DELETION_BYTES:
-            self._deletions.popleft()
+    def _forget(self, owners: tuple[str, ...], cache_salt: str, at: float, done: Future[Forgotten]) -> None:
+        for owner in owners:
+            self._deletions[cache_salt, owner] = at
+            self._deletions.move_to_end((cache_salt, owner))
+        while len(self._deletions) > REMEMBERED_DELETIONS:
+            self._deletions.popitem(last=False)
         try:
-            done.set_result(self.store.forget_tokens(deletion.doomed))
+            done.set_result(self.store.forget_owners(cache_salt, owners))
         except Exception as error:
             done.set_exception(error)
             raise
 
-    def _restore(self, job: Job, kv: torch.Tensor, deliver: Deliver) -> None:
-        restored: tuple[Restored, ...] = ()
+    def _is_forgotten(self, job: Job) -> bool:
+        """Whether the job's owner was deleted since it began."""
+        deleted_at = self._deletions.get((job.request.cache_salt, job.request.kv.owner))
+        return deleted_at is not None and job.submitted_at <= deleted_at
+
+    def _restore(self, job: Job, ids: Ids, buffer: Buffer, deliver: Deliver) -> None:
+        restored = NOTHING
         try:
             if not job.ticket.aborted:
-                restored = self._load(job, kv)
+                restored = Restorer(self.store, job, ids, buffer).run()
         finally:
-            deliver(job, restored)
+            buffer.let_go()
+            deliver(job, buffer, restored)
 
-    def _load(self, job: Job, kv: torch.Tensor) -> tuple[Restored, ...]:
-        """Loads what pays; the prompt's last token is always left to compute, since its logits are needed."""
-        identity = identity_of(job.version, job.request.cache_salt)
-        prompt = job.request.prompt
-        match = self.store.match(identity, prompt[:-1])
-        match = match.limited(self.store.cost.tokens_to_load(match, len(prompt)))
-        if not match.chunks:
-            return ()
-        restored: list[Restored] = []
-        for tokens, source in self.store.load_from(identity, match, as_array(kv)):
-            if restored and restored[-1].source == source:
-                tokens += restored.pop().tokens
-            restored.append(Restored(tokens, source))
-        return tuple(restored)
+    # saving
 
-    def _save(self, job: Job, token_ids: list[int], kv: torch.Tensor, size: int) -> None:
+    def _is_to_be_saved(self, sequence: Sequence) -> bool:
+        if not sequence.job.remembers or sequence.fidelity == "stale":
+            return False
+        return sequence.computed >= self.store.settings.min_tokens
+
+    def _save_of(
+        self, sequence: Sequence, tokens: int, start: int, ended: Callable[[_Save], None], *, final: bool
+    ) -> _Save:
+        if sequence.buffer is None or sequence.fidelity == "stale":
+            raise RuntimeError("a sequence without KV of its own cannot be remembered")
+        return _Save(
+            job=sequence.job,
+            ids=sequence.ids(tokens),
+            start=start,
+            buffer=sequence.buffer.hold(),
+            fidelity=sequence.fidelity,
+            entering_from=sequence.entering_from,
+            ended=ended,
+            final=final,
+        )
+
+    def _batch_tokens(self, job: Job) -> int:
+        """Tokens whose raw KV takes a quarter of the writer's queue, in whole chunks."""
+        size = self.store.settings.chunk_tokens
+        per_token = job.version.decoder.buffer_bytes_per_token
+        return max(1, self.store.settings.queue_bytes // 4 // per_token // size) * size
+
+    def _end_save(self, save: _Save) -> None:
+        save.buffer.let_go()
+        with self._lock:
+            self._waiting_bytes -= save.buffer.reserved
+
+    def _save(self, save: _Save) -> None:
+        """Stores the sequence batch by batch, as long as the writer has room."""
+        comes_back = False
         try:
-            if any(deletion.covers(job, token_ids) for deletion in self._deletions):
-                return
-            identity = identity_of(job.version, job.request.cache_salt)
-            self.store.save(identity, token_ids, as_array(kv)[:, :, :, : len(token_ids)])
+            while save.start < len(save.ids) and self._has_room(save) and not self._is_forgotten(save.job):
+                end = min(len(save.ids), save.start + self._batch_tokens(save.job))
+                self._store(save, end)
+                save = replace(save, start=end)
+            left = save.start < len(save.ids) and not self._is_forgotten(save.job)
+            comes_back = left and save.final and save.waited < ROOM_SECONDS
         finally:
-            with self._lock:
-                self._waiting_bytes -= size
+            if not comes_back:
+                save.ended(save)
+        if comes_back:
+            began = time.monotonic()
+            if self._tasks.empty():
+                self.store.flush(ROOM_PAUSE)
+            waited = save.waited + max(time.monotonic() - began, ROOM_PAUSE / 10)
+            self._tasks.put(partial(self._save, replace(save, waited=waited)))
+
+    def _has_room(self, save: _Save) -> bool:
+        """Whether the next batch fits the writer's queue. The first of a sequence is always tried."""
+        if not save.start:
+            return True
+        size = self._batch_tokens(save.job) * save.job.version.decoder.buffer_bytes_per_token
+        return self.store.stats().waiting_bytes + size <= self.store.settings.queue_bytes
+
+    def _store(self, save: _Save, end: int) -> None:
+        """Stores the tokens [start, end) of every band."""
+        salt = save.job.request.cache_salt
+        for band in kv_bands(save.job.version, salt):
+            self._store_band(save, band, save.start, end)
+        entering = entering_band(save.job.version, salt)
+        if entering is not None:
+            start = max(save.start, self._first_entering(save, entering))
+            if start < end:
+                self._store_band(save, entering, start, end)
+
+    def _store_band(self, save: _Save, band: Band, start: int, end: int) -> None:
+        kv = save.job.request.kv
+        self.store.save(
+            band.identity,
+            save.ids[:end],
+            band.of(save.buffer)[:, :, :, start:end],
+            start,
+            owner=kv.owner,
+            fidelity=save.fidelity,
+            expires=kv.expires_at,
+        )
+
+    def _first_entering(self, save: _Save, band: Band) -> int:
+        """The first position from which states can be stored. A chunk that begins among tokens which were restored
+        without them is completed from what is stored."""
+        size = self.store.settings.chunk_tokens
+        first = save.entering_from // size * size
+        if first == save.entering_from or save.start > first:
+            return first
+        match = self.store.match(band.identity, save.ids[: save.entering_from])
+        last = match.chunks[-1] if match.chunks else None
+        if last is not None and last.start == first and last.start + last.tokens == save.entering_from:
+            loaded = self.store.load_from(band.identity, replace(match, chunks=(last,)), band.of(save.buffer))
+            if loaded and loaded[0].fidelity == "exact":
+                return first
+        return first + size

@@ -16,10 +16,10 @@ import torch
 
 from serve.engine.errors import EngineClosed, EngineError, QueueFull
 from serve.engine.kv_memory import KVMemory
-from serve.engine.pages import PageBudget
+from serve.engine.pages import Buffer, PageBudget
 from serve.engine.request import FailedEvent
 from serve.engine.scheduler import Scheduler, Step
-from serve.engine.sequence import Job, Restored, Ticket
+from serve.engine.sequence import NOTHING, Job, Restoration, Ticket
 from serve.engine.settings import EngineSettings
 from serve.engine.stepper import Stepper
 from serve.engine.versions import Versions
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Inbox:
     jobs: list[Job] = field(default_factory=list)
-    restored: list[tuple[Job, tuple[Restored, ...]]] = field(default_factory=list)
+    restored: list[tuple[Job, Buffer, Restoration]] = field(default_factory=list)
     aborted: bool = False
     closing: bool = False
 
@@ -52,18 +52,24 @@ class EngineLoop:
         self._settings = settings
         self._versions = versions
         self._memory = memory
-        self.scheduler = Scheduler(budget, settings.max_batch, settings.prefill_chunk, settings.prefill_chunk_busy)
+        self.scheduler = Scheduler(budget, settings)
         self.stepper = Stepper(self.scheduler, memory, self._end)
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._waiting = 0
+        self._background = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted yet."""
+        """Requests that are not admitted yet, those in the background left out."""
         return self._waiting
+
+    @property
+    def background(self) -> int:
+        """Background requests that are not admitted yet."""
+        return self._background
 
     @property
     def alive(self) -> bool:
@@ -75,9 +81,12 @@ class EngineLoop:
         with self._changed:
             if self._inbox.closing:
                 raise EngineClosed("the engine is closed")
-            if self._waiting >= self._settings.queue_limit:
-                raise QueueFull(self._waiting, retry_after=max(1.0, self._waiting / self._settings.max_batch))
-            self._waiting += len(jobs)
+            for count in {self._background if job.background else self._waiting for job in jobs}:
+                if count >= self._settings.queue_limit:
+                    raise QueueFull(count, retry_after=max(1.0, count / self._settings.max_batch))
+            background = sum(job.background for job in jobs)
+            self._background += background
+            self._waiting += len(jobs) - background
             self._inbox.jobs += jobs
             self._changed.notify()
 
@@ -111,6 +120,8 @@ class EngineLoop:
 
     def _work(self) -> None:
         while self._take_in():
+            for job in self.scheduler.displaced():
+                self._give_way(job)
             for job in self.scheduler.admit():
                 self._restore(job)
             step = self.scheduler.next_step()
@@ -126,32 +137,41 @@ class EngineLoop:
             self._inbox = _Inbox(closing=news.closing)
             for job in news.jobs:
                 self.scheduler.add(job)
-        for job, restored in news.restored:
-            self._start(job, restored)
+        for job, buffer, restored in news.restored:
+            if job.leader.buffer is buffer:  # else it had to give way meanwhile, and asks again later
+                self._start(job, restored)
         if news.aborted or any(job.ticket.failed for job in self.scheduler.jobs):
             for job in self.scheduler.jobs:
                 if job.ticket.aborted:
                     self._give_up(job)
         with self._changed:
-            self._waiting = self.scheduler.waiting + len(self._inbox.jobs)
+            background = sum(job.background for job in self._inbox.jobs)
+            self._background = self.scheduler.background + background
+            self._waiting = self.scheduler.waiting + len(self._inbox.jobs) - background
         return not news.closing
 
     def _restore(self, job: Job) -> None:
         """Lets memory fill the job's buffer first, where there is a memory and the job may use it."""
         if self._memory is None or not self._memory.restore(job, self._leave_restored):
-            self._start(job, ())
+            self._start(job, NOTHING)
 
-    def _leave_restored(self, job: Job, restored: tuple[Restored, ...]) -> None:
+    def _leave_restored(self, job: Job, buffer: Buffer, restored: Restoration) -> None:
         with self._changed:
-            self._inbox.restored.append((job, restored))
+            self._inbox.restored.append((job, buffer, restored))
             self._changed.notify()
 
-    def _start(self, job: Job, restored: tuple[Restored, ...]) -> None:
+    def _start(self, job: Job, restored: Restoration) -> None:
         if job.ended:
             return
-        job.restored = restored
-        job.leader.computed = sum(run.tokens for run in restored)
+        job.begin(restored)
         self.scheduler.start(job.leader)
+
+    def _give_way(self, job: Job) -> None:
+        """Takes a background job's buffers for others; what it computed is remembered, and restored when it goes on."""
+        if self._memory is not None:
+            for sequence in job.sequences:
+                self._memory.save(sequence)
+        self.scheduler.give_way(job)
 
     def _execute(self, step: Step) -> None:
         try:

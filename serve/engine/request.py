@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from memory.kv.fidelity import RUNGS, Fidelity
 from serve.engine.errors import EngineError, InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_OWNER_LENGTH = 256
+Source = Literal["ram", "disk", "remote", "lifted", "computed", "generated"]
+Exactness = Literal["exact", "int8", "int4", "compact", "stale"]
+"""The fidelity of KV memory's rungs; "stale" is KV of other weights, and what was computed over it."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,51 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class KVOptions:
+    """What KV memory may do for a request."""
+
+    save: bool = True
+    """Whether what is computed is remembered."""
+    owner: str = ""
+    """On whose behalf: what is stored can be forgotten by it. "" is the tenant itself."""
+    expires_at: float | None = None
+    """When it must not be used any more, in seconds since the epoch."""
+    least_fidelity: Fidelity = "compact"
+    """The least exact KV that may be restored."""
+    reuse_model: str | None = None
+    """A version whose KV may be used where the request's own is missing. One that is not resident is left out."""
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` naming the first field that is out of range."""
+        if len(self.owner) > MAX_OWNER_LENGTH:
+            raise InvalidRequest(f"kv_owner has {len(self.owner)} characters, at most {MAX_OWNER_LENGTH} are taken")
+        if self.expires_at is not None and not self.expires_at > 0:
+            raise InvalidRequest(f"kv_expires_at must be seconds since the epoch, got {self.expires_at}")
+        if self.least_fidelity not in RUNGS:
+            raise InvalidRequest(f"kv_least_fidelity must be one of {', '.join(RUNGS)}, got {self.least_fidelity!r}")
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt for one version. `cache_salt` is the tenant's secret: KV is shared only where it is equal.
 
-    A request that asks for prompt log-probs computes its whole prompt and leaves KV memory alone.
+    `priority` above 0 is work in the background: it runs while there is nothing else to do, and gives way between
+    steps. A request that asks for prompt log-probs computes its whole prompt and leaves KV memory alone.
     """
 
     model: str
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
     cache_salt: str = ""
-    kv_save: bool = True
+    kv: KVOptions = KVOptions()
+    priority: int = 0
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` naming the first field that is out of range."""
+        self.sampling.check()
+        self.kv.check()
+        if self.priority > 0 and self.sampling.n > 1:
+            raise InvalidRequest(f"n is {self.sampling.n}, but a background request (priority above 0) has one reply")
 
 
 @dataclass(frozen=True)
@@ -72,12 +112,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, end) of a sequence and where their KV came from."""
+    """Tokens [start, end) of a sequence, where their KV came from, which weights made it, and how exact it is.
+
+    KV that was computed over less exact KV is no more exact than that.
+    """
 
     start: int
     end: int
-    source: str
+    source: Source
     weights_id: str
+    fidelity: Exactness = "exact"
 
 
 @dataclass(frozen=True)
@@ -91,14 +135,20 @@ class Usage:
     generated_tokens: int
     ram_tokens: int
     disk_tokens: int
+    remote_tokens: int
+    lifted_tokens: int
+    """Prompt tokens whose KV was restored up to the first layer that is not shared, and computed from there on."""
     computed_tokens: int
+    fidelity: Exactness
+    """The least exact of what was restored."""
     weights_id: str
     ttft_ms: float | None
     spans: tuple[Span, ...]
 
     @property
     def cached_tokens(self) -> int:
-        return self.ram_tokens + self.disk_tokens
+        """Prompt tokens whose KV was reused whole."""
+        return self.ram_tokens + self.disk_tokens + self.remote_tokens
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ class EngineSettings(BaseModel):
     """The KV memory's own settings."""
     kv_buffer_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """Budget of the buffers of running sequences, in bytes; a request waits until its longest reply fits."""
+    kv_warm_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Memory of buffers that stays committed for the next sequences, so that a restored session need not wait for it."""
+    kv_shared_layers: int = Field(default=0, ge=0)
+    """How many layers from the bottom adapters leave alone. Their KV is stored apart and survives a promotion: only the
+    layers above are computed anew. 0 stores all layers together; another value finds none of what was stored before."""
     max_batch: int = Field(default=32, ge=1)
     """Most sequences that run at the same time."""
     queue_limit: int = Field(default=256, ge=1)
@@ -39,5 +44,7 @@ class EngineSettings(BaseModel):
     """Prompt tokens computed in one step while nobody waits for a next token."""
     prefill_chunk_busy: int = Field(default=64, ge=1)
     """Prompt tokens computed in one step beside running replies: small, so that they keep flowing."""
+    prefill_chunk_background: int = Field(default=128, ge=1)
+    """Prompt tokens computed in one step of a background request: it gives way to others after each."""
     max_resident_adapters: int = Field(default=4, ge=0)
     """Adapters held in memory at the same time, each merged into its own copy of the projections it touches."""

@@ -29,13 +29,15 @@ class Stepper:
         self._memory = memory
         self._end = end
         self.computed_tokens = 0
+        self.lifted_tokens = 0
         self.generated_tokens = 0
 
     def execute(self, step: Step) -> None:
         """Computes `step` and advances its sequences."""
         began = time.monotonic()
         decoder = step.version.decoder
-        hidden = decoder.forward([_run(work) for work in step.works])
+        prompts = [work for work in step.works if work.sequence.in_prompt]
+        hidden = decoder.forward([_run(work) for work in step.works], step.first_layer)
         self._score_prompts(step, hidden)
         complete: list[Sequence] = []
         rows: list[int] = []
@@ -46,19 +48,29 @@ class Stepper:
             if not work.sequence.remaining:
                 complete.append(work.sequence)
                 rows.append(row)
-        self._observe(step, began)
+        self._observe(step, prompts, time.monotonic() - began)
+        if self._memory is not None:
+            for work in prompts:
+                if work.sequence.remaining:
+                    self._memory.save_progress(work.sequence)
         if not complete:
             return
         logits = decoder.logits(hidden[rows])
         for sequence, its_logits in zip(complete, logits, strict=True):
             self._reply(sequence, its_logits)
 
-    def _observe(self, step: Step, began: float) -> None:
+    def _observe(self, step: Step, prompts: list[Work], seconds: float) -> None:
         """Tells the cost model how fast prompts are computed, from steps that did nothing else."""
-        prompt_tokens = sum(work.count for work in step.works if work.sequence.generated == 0)
-        self.computed_tokens += prompt_tokens
-        if self._memory is not None and all(work.sequence.generated == 0 for work in step.works):
-            self._memory.observe_prefill(prompt_tokens, time.monotonic() - began)
+        tokens = sum(work.count for work in prompts)
+        if step.first_layer:
+            self.lifted_tokens += tokens
+        else:
+            self.computed_tokens += tokens
+        if self._memory is None or len(prompts) != len(step.works) or len(prompts) != 1:
+            return
+        start = prompts[0].sequence.computed - tokens
+        observe = self._memory.observe_lift if step.first_layer else self._memory.observe_prefill
+        observe(tokens, seconds, start)
 
     def _score_prompts(self, step: Step, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow the tokens just computed."""
@@ -93,20 +105,14 @@ class Stepper:
             self._draw(sequence, logits)
             return
         for other in job.sequences[1:]:
-            self._copy_prompt(sequence, other)
+            other.begin_as(sequence)
+            self._scheduler.start(other)
         for each in job.sequences:
             if job.max_tokens:
                 self._draw(each, logits)
             else:
                 self._finish(each, "length")
                 self._end_if_all_finished(job)
-
-    def _copy_prompt(self, source: Sequence, target: Sequence) -> None:
-        if source.buffer is None or target.buffer is None:
-            raise RuntimeError("a running sequence has no KV buffer")
-        target.buffer.kv[:, :, :, : source.computed] = source.buffer.kv[:, :, :, : source.computed]
-        target.computed = source.computed
-        self._scheduler.start(target)
 
     def _draw(self, sequence: Sequence, logits: torch.Tensor) -> None:
         job, sampling = sequence.job, sequence.job.request.sampling
@@ -150,4 +156,4 @@ def _run(work: Work) -> Run:
     if sequence.buffer is None:
         raise RuntimeError("a running sequence has no KV buffer")
     token_ids = sequence.tokens[sequence.computed : sequence.computed + work.count]
-    return Run(token_ids, sequence.computed, sequence.buffer.kv)
+    return Run(token_ids, sequence.computed, sequence.buffer.kv, sequence.buffer.entering)

@@ -16,13 +16,22 @@ from serve.engine.model import Decoder
 
 @dataclass(frozen=True)
 class Version:
-    """One set of weights under a name. `compute_format` says how they compute, for KV identities."""
+    """One set of weights under a name. `compute_format` says how they compute, for KV identities.
+
+    An adapter names its `base`, and how many layers from the bottom it leaves as they are there.
+    """
 
     name: str
     path: Path
     weights_id: str
     compute_format: str
     decoder: Decoder
+    base: Version | None = None
+    untouched_layers: int = 0
+
+    def below(self, layer: int) -> Version:
+        """The version whose weights this one has in all layers below `layer`: the base, or itself."""
+        return self.base if self.base is not None and self.untouched_layers >= layer else self
 
 
 @dataclass
@@ -46,6 +55,12 @@ class Versions:
         """Versions that take new requests, the base first."""
         with self._lock:
             return [resident.version for resident in self._residents.values() if not resident.retired]
+
+    def find(self, name: str) -> Version | None:
+        """The resident version of that name, if there is one that takes requests."""
+        with self._lock:
+            resident = self._residents.get(name)
+            return None if resident is None or resident.retired else resident.version
 
     def acquire(self, name: str) -> Version:
         """Counts a request in and returns its version. Raises `VersionNotFound`."""

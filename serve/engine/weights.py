@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serve.engine.config import DecoderConfig, read_config
-from serve.engine.errors import WeightsError
+from serve.engine.errors import UnsupportedModel, WeightsError
 from serve.engine.linear import Linear
 from serve.engine.model import Decoder, Layer
 from serve.engine.rope import RopeTable
@@ -22,9 +22,17 @@ from serve.engine.rope import RopeTable
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # derived from the config; old checkpoints store it
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, context: int | None = None) -> Decoder:
-    """Loads the model in `folder`, computing in `dtype`; `context` shortens the model's own limit, in tokens."""
+def load_decoder(folder: Path, dtype: torch.dtype, context: int | None = None, shared_layers: int = 0) -> Decoder:
+    """Loads the model in `folder`, computing in `dtype`; `context` shortens the model's own limit, in tokens.
+
+    `shared_layers` is how many layers from the bottom adapters are expected to leave alone; 0: nothing is made of that.
+    """
     config = read_config(folder)
+    if shared_layers and (not 0 < shared_layers < config.layers or config.hidden % 2):
+        raise UnsupportedModel(
+            f"kv_shared_layers={shared_layers} does not fit {config.layers} layers of {config.hidden} numbers: "
+            "it must be below the number of layers, and the hidden size even"
+        )
     length = config.context if context is None else min(context, config.context)
     with _Tensors(folder, dtype) as tensors:
         embedding = tensors.take("model.embed_tokens.weight", config.vocabulary, config.hidden)
@@ -37,7 +45,7 @@ def load_decoder(folder: Path, dtype: torch.dtype, context: int | None = None) -
             head = tensors.take("lm_head.weight", config.vocabulary, config.hidden)
         tensors.require_all_used()
     rope = RopeTable(config.rope, config.head_dim, length, dtype)
-    return Decoder(config, dtype, embedding, layers, norm, Linear(head), rope)
+    return Decoder(config, dtype, embedding, layers, norm, Linear(head), rope, shared_layers)
 
 
 def _load_layer(tensors: _Tensors, config: DecoderConfig, index: int) -> Layer:

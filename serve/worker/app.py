@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
@@ -16,8 +15,9 @@ from serve.engine.errors import EngineError
 from serve.engine.versions import Version
 from serve.worker.completions import completions_router
 from serve.worker.errors import on_engine_error, on_invalid_body
+from serve.worker.memory import memory_router
 from serve.worker.metrics import WorkerMetrics
-from serve.worker.protocol import ForgetBody, LoadAdapterBody, UnloadAdapterBody
+from serve.worker.protocol import LoadAdapterBody, UnloadAdapterBody
 
 
 def create_app(engine: Engine, max_prompts: int) -> FastAPI:
@@ -28,7 +28,7 @@ def create_app(engine: Engine, max_prompts: int) -> FastAPI:
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.include_router(completions_router(engine, metrics, max_prompts))
     app.include_router(_versions_router(engine))
-    app.include_router(_memory_router(engine))
+    app.include_router(memory_router(engine))
     app.include_router(_state_router(engine, metrics))
     return app
 
@@ -52,18 +52,6 @@ def _versions_router(engine: Engine) -> APIRouter:
         base, *adapters = engine.versions.list()
         cards = [_card(base, None), *(_card(adapter, base.name) for adapter in adapters)]
         return {"object": "list", "data": [{**card, "max_model_len": engine.context} for card in cards]}
-
-    return router
-
-
-def _memory_router(engine: Engine) -> APIRouter:
-    router = APIRouter(prefix="/v1/kv")
-
-    @router.post("/forget")
-    async def forget(body: ForgetBody) -> dict[str, Any]:
-        keep = [0] * len(body.prompts) if body.keep_tokens is None else body.keep_tokens
-        gone = await asyncio.to_thread(engine.forget, body.prompts, keep, body.cache_salt)
-        return {"object": "kv.forgotten", "chunks": asdict(gone)}
 
     return router
 

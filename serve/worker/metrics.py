@@ -43,6 +43,8 @@ class WorkerMetrics:
         self.ended("finished")
         self._prompt_tokens.labels("ram").inc(usage.ram_tokens)
         self._prompt_tokens.labels("disk").inc(usage.disk_tokens)
+        self._prompt_tokens.labels("remote").inc(usage.remote_tokens)
+        self._prompt_tokens.labels("lifted").inc(usage.lifted_tokens)
         self._prompt_tokens.labels("computed").inc(usage.computed_tokens)
         self._generated.inc(usage.generated_tokens)
         if usage.ttft_ms is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from serve.engine.request import Request, Sampling
+from memory.kv.fidelity import Fidelity
+from serve.engine.request import MAX_OWNER_LENGTH, KVOptions, Request, Sampling
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Owner = Annotated[str, StringConstraints(min_length=1, max_length=MAX_OWNER_LENGTH)]
+MAX_OWNERS = 1 << 16
+MAX_ANSWER_TOKENS = 256
 
 
 class Body(BaseModel):
@@ -31,7 +36,26 @@ class KVTransfer(Body):
     """What KV memory may do for a request."""
 
     kv_save: bool = True
-    """Whether the sequence is remembered when it ends."""
+    """Whether the sequence is remembered, as far as it is computed."""
+    kv_owner: str = Field(default="", max_length=MAX_OWNER_LENGTH)
+    """On whose behalf: `POST /v1/kv/forget` takes owners. Empty is the tenant itself, whom nobody deletes."""
+    kv_expires_at: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds since the epoch after which what this request stores is never used again."""
+    kv_least_fidelity: Fidelity = "compact"
+    """What is stored less exactly than this is computed anew."""
+    kv_reuse_model: Name | None = None
+    """A version whose stored KV may be used where the model's own is missing; spans then name its weights, as stale.
+    What is computed over it is not remembered. A version that is not resident is left out."""
+
+    def options(self) -> KVOptions:
+        """The same as the engine has it."""
+        return KVOptions(
+            save=self.kv_save,
+            owner=self.kv_owner,
+            expires_at=self.kv_expires_at,
+            least_fidelity=self.kv_least_fidelity,
+            reuse_model=self.kv_reuse_model,
+        )
 
 
 class CompletionBody(Body):
@@ -42,7 +66,7 @@ class CompletionBody(Body):
     prompt: list[int] | list[list[int]]
     """One prompt, or several that are computed together."""
     max_tokens: int | None = None
-    """Most tokens of a reply; as many as fit the context when null."""
+    """Most tokens of a reply; as many as fit the context when null. 0 computes and remembers the prompt, no more."""
     temperature: float | None = None
     """0 is greedy; 1 when null."""
     top_p: float | None = None
@@ -73,8 +97,10 @@ class CompletionBody(Body):
     """Secret of the tenant: KV is shared only between requests that have the same."""
     kv_transfer_params: KVTransfer = KVTransfer()
     """What KV memory may do."""
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    """Above 0, the request runs while there is nothing else to do, and gives way to others at any time."""
 
-    @property
+    @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
         """Every prompt of the request."""
         if self.prompt and isinstance(self.prompt[0], list):
@@ -95,19 +121,38 @@ class CompletionBody(Body):
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
-        save = self.kv_transfer_params.kv_save
-        return [Request(self.model, prompt, sampling, self.cache_salt, save) for prompt in self.prompts]
+        kv = self.kv_transfer_params.options()
+        return [Request(self.model, prompt, sampling, self.cache_salt, kv, self.priority) for prompt in self.prompts]
 
 
 class ForgetBody(Body):
     """`POST /v1/kv/forget`."""
 
-    prompts: list[list[int]]
-    """Token sequences whose KV is to be forgotten, by whatever version it was computed."""
-    keep_tokens: list[int] | None = None
-    """For each prompt, how many of its first tokens may stay, because others still need them; none when null."""
+    owners: list[Owner] = Field(max_length=MAX_OWNERS)
+    """On whose behalf what was stored is to go, whatever version computed it: first its keys, then its bytes."""
     cache_salt: str = ""
-    """Secret of the tenant: its requests that run now will not save these sequences when they end."""
+    """Secret of the tenant whose owners these are. Their requests that run now will not store anything more."""
+
+
+class DivergenceBody(Body):
+    """`POST /v1/kv/divergence`."""
+
+    model: Name
+    """Name of a resident version, whose next-token distributions are compared."""
+    prompts: list[list[int]] = Field(min_length=1)
+    """Token sequences."""
+    prefixes: list[int] = Field(min_length=1)
+    """For each prompt, how many of its first tokens have their KV replaced; the tokens after those are compared."""
+    codecs: list[Fidelity] = Field(default_factory=list)
+    """Rungs whose codec the KV goes through."""
+    versions: list[Name] = Field(default_factory=list)
+    """Resident versions whose KV is used instead."""
+    answer_tokens: int = Field(default=16, ge=0, le=MAX_ANSWER_TOKENS)
+    """Length of the greedy answers after each prompt that are compared; less where the context ends before."""
+
+
+class MeasureBody(Body):
+    """`POST /v1/kv/measure`."""
 
 
 class LoadAdapterBody(Body):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from serve.engine.request import Choice, Completion, TokenEvent, TokenLogprob, Usage
+from serve.engine.sequence import worst
 
 Json = dict[str, Any]
 
@@ -86,9 +87,11 @@ def usage_json(usages: Sequence[Usage]) -> Json:
         "kvloop": {
             "restored_tokens": _sum(u.disk_tokens for u in usages),
             "ram_tokens": _sum(u.ram_tokens for u in usages),
+            "remote_tokens": _sum(u.remote_tokens for u in usages),
+            "lifted_tokens": _sum(u.lifted_tokens for u in usages),
             "computed_tokens": _sum(u.computed_tokens for u in usages),
             "generated_tokens": _sum(u.generated_tokens for u in usages),
-            "fidelity": "exact",
+            "fidelity": worst(*(u.fidelity for u in usages)),
             "weights_id": first.weights_id,
             "ttft_ms": first.ttft_ms,
             "spans": [asdict(span) for span in first.spans],
