@@ -27,6 +27,18 @@ from typing import Any
 
 from memory.kv.fidelity import RUNGS
 from memory.kv.tiers.base import Stored
+from memory.kv.tiers.index_queries import (
+    FOUND,
+    FOUND_TYPES,
+    INSERT,
+    LENGTHS,
+    MODELS,
+    REPLACE,
+    ROW,
+    SUPERSEDE,
+    TOUCH,
+    USABLE,
+)
 from memory.kv.tiers.index_schema import (
     BUILD_CACHE_KIBIBYTES,
     INDICES,
@@ -50,42 +62,6 @@ from memory.kv.tiers.index_schema import (
 
 __all__ = ["Held", "Index", "IndexDamaged", "IndexMissing", "Place", "Row", "Tier", "Victim", "is_damage"]
 
-REUSE_BONUS = 300.0
-FIRST_CHUNK_BONUS = 3600.0
-COUNTED_HITS = 64
-SUPERSEDED_PENALTY = 1e9
-"""Seconds that one reuse adds to a chunk's last use; the same for a first chunk; the most that count; what a
-superseded chunk loses. A prompt that was reused 64 times outlives its last use by less than three days."""
-
-USABLE = "state = 'stored' AND (expires = 0 OR expires > ?)"
-FOUND = "key, tier, tokens, bytes, codec, fidelity, hits, owner, expires, prefix"
-FOUND_TYPES = [bytes, str, int, int, str, str, int, bytes, float, bytes]
-ROW = (
-    "key, parent, start, tokens, prefix, bytes, codec, fidelity, model, band, owner, expires, last_used, tier, state,"
-    " raw_bytes"
-)
-INSERT = (
-    f"INSERT INTO chunks ({ROW}, hits, superseded, worth)"
-    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, 0, 0, ?13)"
-)
-REPLACE = (
-    " ON CONFLICT (key) DO UPDATE SET bytes = excluded.bytes, raw_bytes = excluded.raw_bytes, codec = excluded.codec,"
-    " fidelity = excluded.fidelity, tier = excluded.tier, state = excluded.state, expires = excluded.expires,"
-    " owner = excluded.owner, prefix = excluded.prefix"
-)
-TOUCH = (
-    "UPDATE chunks SET last_used = MAX(last_used, ?1), hits = hits + ?2,"
-    " superseded = CASE WHEN ?2 > 0 THEN 0 ELSE superseded END,"
-    f" worth = MAX(last_used, ?1) + MIN(hits + ?2, {COUNTED_HITS})"
-    f" * (CASE WHEN start = 0 THEN {FIRST_CHUNK_BONUS} ELSE {REUSE_BONUS} END)"
-    f" - (CASE WHEN ?2 > 0 THEN 0 ELSE superseded END) * {SUPERSEDED_PENALTY} WHERE key = ?3"
-)
-SUPERSEDE = f"UPDATE chunks SET superseded = 1, worth = worth - {SUPERSEDED_PENALTY} WHERE key = ? AND superseded = 0"
-LENGTHS = (  # steps from one length to the next larger one: a parent may have a hundred thousand followers
-    "WITH RECURSIVE found (tokens) AS (SELECT MIN(tokens) FROM chunks WHERE parent = ?1"
-    " UNION ALL SELECT (SELECT MIN(tokens) FROM chunks WHERE parent = ?1 AND tokens > found.tokens) FROM found"
-    " WHERE found.tokens IS NOT NULL) SELECT tokens FROM found WHERE tokens IS NOT NULL"
-)
 BATCH = 500
 READ_TIMEOUT, WRITE_TIMEOUT = 0.05, 5.0
 
@@ -217,13 +193,17 @@ class Index:
         )
         return [Victim(*row) for row in self._read(query, (tier, limit, skip))]
 
-    def colder_than(self, codec: str, before: float, limit: int) -> list[bytes]:
-        """Chunks on disk in this codec that were last used before a time, the coldest first."""
+    def models(self) -> list[bytes]:
+        """The models whose chunks lie on disk."""
+        return [row[0] for row in self._read(MODELS, ())]
+
+    def colder_than(self, model: bytes, codec: str, before: float, limit: int, skip: int = 0) -> list[bytes]:
+        """Chunks on disk of a model in a codec that were last used before a time, the coldest first."""
         query = (
-            "SELECT key FROM chunks WHERE tier = 'disk' AND codec = ? AND last_used < ? AND state = 'stored'"
-            " ORDER BY last_used LIMIT ?"
+            "SELECT key FROM chunks WHERE tier = 'disk' AND model = ? AND codec = ? AND last_used < ?"
+            " AND state = 'stored' ORDER BY last_used LIMIT ? OFFSET ?"
         )
-        return [row[0] for row in self._read(query, (codec, before, limit))]
+        return [row[0] for row in self._read(query, (model, codec, before, limit, skip))]
 
     def expired(self, now: float, limit: int) -> list[bytes]:
         """Chunks whose time has passed, the oldest first."""
@@ -255,6 +235,10 @@ class Index:
         """The chunks that are stored, in the order of their keys, from the first beyond `key`."""
         query = "SELECT key, bytes, tier FROM chunks WHERE key > ? AND state = 'stored' ORDER BY key LIMIT ?"
         return [Place(*row) for row in self._read(query, (key, limit))]
+
+    def entered(self, first: bytes, last: bytes) -> set[bytes]:
+        """The keys from `first` to `last`, both included, in whatever tier and state."""
+        return {row[0] for row in self._read("SELECT key FROM chunks WHERE key BETWEEN ? AND ?", (first, last))}
 
     def keys(self, tier: Tier = "disk") -> dict[bytes, int]:
         """All keys of a tier, with the size of each one's file. Reads the whole index."""

@@ -52,7 +52,7 @@ INDICES = {
     "chunks_by_length": "INDEX chunks_by_length ON chunks (parent, tokens)",
     "chunks_by_use": "INDEX chunks_by_use ON chunks (parent, last_used)",
     "chunks_by_worth": "INDEX chunks_by_worth ON chunks (tier, worth, start DESC)",
-    "chunks_by_age": "INDEX chunks_by_age ON chunks (codec, last_used) WHERE tier = 'disk'",
+    "chunks_by_age": "INDEX chunks_by_age ON chunks (model, codec, last_used) WHERE tier = 'disk'",
     "chunks_by_owner": "INDEX chunks_by_owner ON chunks (owner)",
     "chunks_by_end": "INDEX chunks_by_end ON chunks (expires) WHERE expires > 0",
     "chunks_unfinished": "INDEX chunks_unfinished ON chunks (state) WHERE state = 'writing'",

@@ -162,10 +162,14 @@ def test_a_chunk_entered_again_keeps_its_hits_and_last_use(index: Index) -> None
 def test_cold_chunks_by_codec(index: Index) -> None:
     index.add(row(number, last_used=float(number), codec="int8" if number % 2 else "exact") for number in range(8))
     index.add([row(20, last_used=0.5, tier="remote"), row(21, last_used=0.5, state="writing")])
-    assert index.colder_than("exact", 5.0, 10) == [key(0), key(2), key(4)]
-    assert index.colder_than("int8", 5.0, 1) == [key(1)]
+    index.add([row(30, last_used=0.5, model=b"a" * 16), row(31, model=b"z" * 16, tier="remote")])
+    model = b"m" * 16
+    assert index.models() == [b"a" * 16, model]
+    assert index.colder_than(model, "exact", 5.0, 10) == [key(0), key(2), key(4)]
+    assert index.colder_than(model, "exact", 5.0, 1, skip=1) == [key(2)]
+    assert index.colder_than(model, "int8", 5.0, 1) == [key(1)]
     index.rewritten(key(0), 10, "int8", "int8")
-    assert index.colder_than("exact", 5.0, 10) == [key(2), key(4)]
+    assert index.colder_than(model, "exact", 5.0, 10) == [key(2), key(4)]
     assert index.rows([key(0)])[key(0)].last_used == 0.0
 
 
@@ -190,6 +194,8 @@ def test_the_walk_over_all_keys(index: Index) -> None:
         seen += [place.key for place in places]
         at = seen[-1]
     assert seen == sorted(key(number) for number in range(50))
+    low, high = sorted((key(1), key(60)))
+    assert index.entered(low, high) == {name for name in [*seen, key(60)] if low <= name <= high}
 
 
 def test_facts_last_as_long_as_the_index(tmp_path: Path, index: Index) -> None:
