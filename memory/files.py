@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: bytes | bytearray, *, mode: int = 0o644) -> None:
+def write_atomic(path: Path, data: bytes | bytearray | memoryview, *, mode: int = 0o644) -> None:
     """Writes `data` to `path` so that a reader sees the old file or the new one, even after a power cut.
 
     The bytes go to a temporary file beside it, are synced, renamed over `path`, and the folder is synced.

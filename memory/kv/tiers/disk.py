@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 import threading
@@ -21,7 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from memory.kv.chunk import PLAIN, BadChunk, ChunkHeader, Cipher, NoKey, body_bytes, pack_chunk
+from memory.kv.chunk import (
+    PLAIN,
+    BadChunk,
+    Buffer,
+    ChunkHeader,
+    Cipher,
+    NoKey,
+    body_bytes,
+    pack_chunk,
+    verify_chunk,
+)
 from memory.kv.codec.base import Codec, CodecError, Kept, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.counters import Counters
@@ -33,18 +42,20 @@ from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
 from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats, kept_of
 from memory.kv.tiers.folder import ChunkFolder
-from memory.kv.tiers.index import Held, Index, is_damage
+from memory.kv.tiers.index import Held, Index, Row, is_damage
 from memory.kv.tiers.keys import FolderKeys
 from memory.kv.tiers.lock import folder_lock
 from memory.kv.tiers.opening import discard_index, index_in_memory, open_index, refuse
 from memory.kv.tiers.reader import ChunkReader, Gone, ReadAhead
 from memory.kv.tiers.rebuild import row_of
+from memory.kv.tiers.remote import Deleted
+from memory.kv.tiers.room import Room, open_remote
 from memory.kv.tiers.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-EVICTION_BATCH = 64
 REFUSED_KEYS = 1 << 16
+RETURNING_BYTES = 1 << 28
 
 
 class DiskTier:
@@ -75,6 +86,9 @@ class DiskTier:
         self._refused: dict[bytes, None] = {}  # files of no use that stay: bad ones, and those without a key here
         self._damaged = False
         self._maintenance = threading.Lock()
+        self._returning: dict[bytes, memoryview] = {}
+        self.remote = open_remote(settings, folder, lambda: self.index, counters)
+        self._room = Room(settings, self.folder, self.remote, counters, evicted)
         self.index = self._open()
 
     # opening and mending
@@ -94,7 +108,7 @@ class DiskTier:
     def _open_index(self) -> Index:
         index = open_index(self.folder, self._counters)
         try:
-            self._evict(index, index.used_bytes() - self._settings.disk_bytes, used_before=None)
+            self._room.keep_to_budget(index)
         except BaseException:
             index.close()
             raise
@@ -119,6 +133,8 @@ class DiskTier:
         """Closes the index and the keyring. Lookups find nothing afterwards."""
         self.index.close()
         self.keys.close()
+        if self.remote is not None:
+            self.remote.close()
 
     # the serving path
 
@@ -150,10 +166,11 @@ class DiskTier:
             return self.keys.to_read(owner, identity.tenant_secret)
 
         try:
-            return self._reader.restore(ref, identity, least, out, cipher)
+            data = self._fetch(ref) if ref.tier == "remote" else None
+            return self._reader.restore(ref, identity, least, out, cipher, data)
         except FileNotFoundError:
-            self._counters.add("lost")  # evicted meanwhile, by this process or another
-            self._strike(ref.key)
+            self._counters.add("lost")  # evicted or moved meanwhile, by this process or another
+            self._strike_from_disk(ref.key)
         except OSError as error:
             self._counters.add("read_errors")
             logger.warning("a chunk of KV memory cannot be read: %s", error)
@@ -166,11 +183,27 @@ class DiskTier:
             self.discard(ref.key, error)
         return None
 
+    def _fetch(self, ref: ChunkRef) -> memoryview | None:
+        """A chunk's file from the remote tier; one that is used again is kept, to be written to the disk."""
+        data = self.remote.fetch(ref.key) if self.remote is not None else None
+        if data is None:
+            return None
+        view = memoryview(data)
+        if ref.hits > 0 and sum(map(len, self._returning.values())) < RETURNING_BYTES:
+            self._returning[ref.key] = view
+        return view
+
     def discard(self, key: bytes, reason: Exception) -> None:
         """Puts a bad file aside, or deletes one of an earlier format, and strikes it out."""
         if not refuse(self.folder, self._counters, key, reason):
             self._refuse(key)
         self._strike(key)
+
+    def _strike_from_disk(self, key: bytes) -> None:
+        """Strikes out a chunk whose file is gone, unless it lies in the remote tier now, or that is in trouble."""
+        rows: dict[bytes, Row] = self._ask(lambda: self.index.rows([key]), {})
+        if key in rows and rows[key].tier == "disk":
+            self._strike(key)
 
     def _strike(self, key: bytes) -> None:
         self._ask(lambda: self.index.remove([key]), 0)
@@ -243,7 +276,7 @@ class DiskTier:
         with self.exclusive():
             if self.keys.is_destroyed(chunk.owner):
                 raise OwnerForgotten
-            if not self._make_room(chunk.key, len(data), chunk.stamp):
+            if not self._room.make(self.index, chunk.key, len(data), chunk.stamp):
                 self._counters.add("dropped")
                 return False
             self._put(header, chunk.prefix, data, chunk.stamp)
@@ -262,7 +295,7 @@ class DiskTier:
                 return codec
         raise AssertionError("exact encodes everything")
 
-    def _put(self, header: ChunkHeader, prefix: bytes, data: bytearray, stamp: float) -> None:
+    def _put(self, header: ChunkHeader, prefix: bytes, data: Buffer, stamp: float) -> None:
         """Writes a chunk's file, in the place of an older one, and its row. Hold the folder's lock."""
         before = self.index.rows([header.key]).get(header.key)
         self.index.enter(replace(row_of(header, prefix, len(data)), last_used=stamp))
@@ -276,50 +309,29 @@ class DiskTier:
             raise
         self.index.stored(header.key)
         self._refused.pop(header.key, None)
-
-    def _make_room(self, key: bytes, size: int, stamp: float) -> bool:
-        before = self.index.rows([key]).get(key)
-        needed = size - (before.size if before is not None and before.tier == "disk" else 0)
-        used = self.index.used_bytes()
-        free = self.folder.free_bytes()
-        budget = min(self._settings.disk_bytes, used + free - self._settings.disk_reserve_bytes)
-        if size > self._settings.disk_bytes:
-            return False
-        if needed > budget:
-            raise OSError(errno.ENOSPC, f"{free} bytes free, of which {self._settings.disk_reserve_bytes} are reserved")
-        return self._evict(self.index, used + needed - budget, used_before=stamp)
-
-    def _evict(self, index: Index, excess: int, used_before: float | None) -> bool:
-        """Deletes the chunks worth least until `excess` bytes are freed.
-
-        False, with nothing deleted, where that would take chunks that were used at `used_before` or later: those
-        are the beginning of the sequence that wants the room.
-        """
-        victims: list[bytes] = []
-        limit = EVICTION_BATCH
-        while excess > 0:
-            candidates = index.least_worth(limit)
-            for victim in candidates[len(victims) :]:
-                if excess <= 0:
-                    break
-                if used_before is not None and victim.last_used >= used_before:
-                    return False
-                victims.append(victim.key)
-                excess -= victim.size
-            if len(candidates) < limit:
-                break
-            limit *= 2
-        for key in victims:
-            self.folder.delete(key)
-        index.remove(victims)
-        self._evicted(victims)
-        self._counters.add("evictions", len(victims))
-        return excess <= 0
+        if before is not None and before.tier == "remote" and self.remote is not None:
+            self.remote.forget([header.key])
 
     def touch(self, uses: Iterable[tuple[bytes, float, int]]) -> None:
         """Records uses of chunks: key, time, hits. Those that another process evicted are noticed by it."""
         missing: list[bytes] = self._ask(lambda: self.index.touch(uses), [])
         self._evicted(missing)
+        while self._returning:
+            self._bring_back(*self._returning.popitem())
+
+    def _bring_back(self, key: bytes, data: memoryview) -> None:
+        """Puts a chunk that came from the remote tier on the disk again, where there is room."""
+        try:
+            header, prefix = verify_chunk(data)
+            with self.exclusive():
+                row = self.index.rows([key]).get(key)
+                if row is None or row.tier != "remote" or header.key != key or self.keys.is_destroyed(row.owner):
+                    return
+                if self._room.make(self.index, key, len(data), row.last_used):
+                    self._put(header, prefix, data, row.last_used)
+        except (OSError, sqlite3.Error, BadChunk) as error:
+            self._counters.add("write_errors")
+            logger.warning("a chunk of KV memory stays remote: %s", error)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """The folder's lock, over processes and threads. Raises `OSError` where another keeps it for too long."""
@@ -377,7 +389,7 @@ class DiskTier:
         try:
             self._reader.verify(key)
         except FileNotFoundError:
-            self._strike(key)
+            self._strike_from_disk(key)
             return False
         except BadChunk as error:
             self.discard(key, error)
@@ -389,14 +401,21 @@ class DiskTier:
         return self.index.longest_child(key)
 
     def drop(self, keys: Iterable[bytes]) -> int:
-        """Deletes chunks; returns how many there were."""
+        """Deletes chunks whose time has passed, in whatever tier; returns how many there were."""
         wanted = list(set(keys))
         with self.exclusive():
+            remote = self._remote_keys(wanted)
             for key in wanted:
                 self.folder.delete(key)
-            removed = self.index.remove(wanted)
+            if self.remote is not None:
+                self.remote.forget(remote)
+            removed = len(remote) + self.index.remove(wanted)
         self._evicted(wanted)
+        self._counters.add("expired", removed)
         return removed
+
+    def _remote_keys(self, keys: list[bytes]) -> list[bytes]:
+        return [key for key, row in self.index.rows(keys).items() if row.tier == "remote"]
 
     def forget(self, owners: Sequence[bytes], so_far: Forgotten) -> Forgotten:
         """Deletes the bytes of these owners, refused files included; adds to `so_far` what that removed."""
@@ -407,16 +426,20 @@ class DiskTier:
                 self.folder.delete(key)
             refused = self.folder.forget_refused(owners)
             self.folder.sync(keys)
+            remote = self._remote_keys(keys)
+            deleted = self.remote.forget(remote) if self.remote is not None else Deleted(0, len(remote))
             removed = self.index.remove(keys)
             self.index.scrub()
         self._evicted(keys)
-        return replace(so_far, disk=removed, quarantined=refused)
+        return replace(so_far, disk=removed, remote=deleted.gone, remote_waiting=deleted.waiting, quarantined=refused)
 
     def clear(self) -> None:
         """Deletes all chunks; keys and what was forgotten stay."""
         with self.exclusive():
             self.folder.clear()
             self.index.remove(self.index.keys())
+            if self.remote is not None:
+                self.remote.clear()
 
     def stats(self) -> TierStats:
         """How full the tier is, all processes together."""
@@ -425,7 +448,7 @@ class DiskTier:
 
     def remote_stats(self) -> TierStats:
         """How full the remote tier is."""
-        return TierStats(0, 0, 0, 0)
+        return self.remote.stats() if self.remote is not None else TierStats(0, 0, 0, 0)
 
     def report(self) -> list[Holding]:
         """What is stored, by model, band, codec and fidelity. Reads the whole index."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from memory.files import sync_folder, write_atomic
-from memory.kv.chunk import HEADER_BYTES, BadChunk, ChunkHeader, read_head, read_header
+from memory.kv.chunk import HEADER_BYTES, BadChunk, Buffer, ChunkHeader, read_head, read_header
 from memory.kv.tiers.rebuild import HEAD_BYTES, SUFFIX, key_of_name
 
 INDEX_NAME = "index.db"
@@ -50,7 +50,7 @@ class ChunkFolder:
         name = key.hex()
         return f"{self._root}/{name[0]}/{name[1]}/{name}{SUFFIX}"
 
-    def write(self, key: bytes, data: bytes | bytearray) -> None:
+    def write(self, key: bytes, data: Buffer) -> None:
         """Writes the chunk's file durably, in the place of an older one."""
         path = self.path(key)
         if not path.parent.is_dir():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.kv.chunk import BadChunk, ChunkHeader, Cipher, NoKey, open_chunk, verify_chunk
+from memory.kv.chunk import BadChunk, ChunkHeader, Cipher, NoKey, open_chunk, read_header, verify_chunk
 from memory.kv.codec.base import Codec, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import Fidelity, at_least
@@ -49,8 +49,19 @@ class ChunkReader:
         self._folder = folder
         self._codecs = codecs
 
-    def restore(self, ref: ChunkRef, identity: KVIdentity, least: Fidelity, out: KVArray, find: FindCipher) -> Fidelity:
-        """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`; returns how exact."""
+    def restore(
+        self,
+        ref: ChunkRef,
+        identity: KVIdentity,
+        least: Fidelity,
+        out: KVArray,
+        find: FindCipher,
+        data: memoryview | None = None,
+    ) -> Fidelity:
+        """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`; returns how exact.
+
+        `data` is the file, where it did not come from the folder.
+        """
         digest = identity.digest()
 
         def accept(header: ChunkHeader) -> None:
@@ -61,7 +72,7 @@ class ChunkReader:
             if header.tokens < ref.tokens or header.start != ref.start:
                 raise BadChunk("the file holds other tokens than the index says")
 
-        header, ids, payload = self._open(ref.key, accept, find)
+        header, ids, payload = self._open(ref.key, accept, find, data)
         if ids[: ref.tokens].tobytes() != ref.ids or key_of(ref.parent, ids, digest) != ref.key:
             raise BadChunk("the file holds other tokens than its key says")
         if header.expired(time.time()) or not at_least(header.fidelity, least):
@@ -95,7 +106,7 @@ class ChunkReader:
         return header
 
     def _open(
-        self, key: bytes, accept: Callable[[ChunkHeader], None], find: FindCipher
+        self, key: bytes, accept: Callable[[ChunkHeader], None], find: FindCipher, data: memoryview | None = None
     ) -> tuple[ChunkHeader, Ids, memoryview]:
         cipher: Cipher | None = None
 
@@ -107,7 +118,10 @@ class ChunkReader:
                 if cipher is None:
                     raise NoKey
 
-        data = self._folder.read(key, accept_and_find)
+        if data is None:
+            data = self._folder.read(key, accept_and_find)
+        else:
+            accept_and_find(read_header(data, len(data)))
         plain = self._folder.scratch("plain", len(data)) if cipher else data
         return open_chunk(data, cipher, plain)
 
