@@ -106,10 +106,10 @@ class Memories(JournalPart):
         Raises `NotFound` or `Gone` for a memory that is not there.
         """
         with self._reading() as connection:
-            check_memories(connection, tenant, memory_ids, self._clock())
+            ends = check_memories(connection, tenant, memory_ids, self._clock())
             mine = and_(memory_prefixes.c.tenant == tenant, memory_prefixes.c.key == _key(memory_ids))
             row = connection.execute(select(memory_prefixes).where(mine)).one_or_none()
-        return None if row is None or row.tokenizer != tokenizer else _prefix(row)
+        return None if row is None or row.tokenizer != tokenizer else _prefix(row, ends)
 
     def put_prefix(
         self, tenant: str, memory_ids: Sequence[str], tokenizer: str, token_ids: Sequence[int]
@@ -117,11 +117,11 @@ class Memories(JournalPart):
         """Stores the beginning; of two writers the first is kept, and both get what is stored. Raises as above."""
         now = self._clock()
         with self._writing() as connection:
-            check_memories(connection, tenant, memory_ids, now)
+            ends = check_memories(connection, tenant, memory_ids, now)
             mine = and_(memory_prefixes.c.tenant == tenant, memory_prefixes.c.key == _key(memory_ids))
             row = connection.execute(select(memory_prefixes).where(mine)).one_or_none()
             if row is not None and row.tokenizer == tokenizer:
-                return _prefix(row)
+                return _prefix(row, ends)
             connection.execute(delete(memory_prefixes).where(mine))
             values: Json = {
                 "tenant": tenant,
@@ -131,7 +131,7 @@ class Memories(JournalPart):
             }
             values |= {"tokenizer": tokenizer, "token_ids": pack_ids(token_ids)}
             connection.execute(insert(memory_prefixes).values(values))
-            return _prefix(connection.execute(select(memory_prefixes).where(mine)).one())
+            return _prefix(connection.execute(select(memory_prefixes).where(mine)).one(), ends)
 
     def memory_prefixes(self, tenant: str, memory_id: str) -> list[tuple[str, ...]]:
         """Every combination of memories with this one that sessions began with, in their order."""
@@ -139,11 +139,16 @@ class Memories(JournalPart):
             return [tuple(row.memory_ids) for row in _prefixes(connection, tenant, memory_id)]
 
     def latest_prefixes(self, tokenizer: str, limit: int) -> list[MemoryPrefix]:
-        """The newest stored beginnings of all tenants."""
+        """The newest stored beginnings of all tenants whose memories are all there."""
         query = select(memory_prefixes).where(memory_prefixes.c.tokenizer == tokenizer)
+        now, found = self._clock(), []
         with self._reading() as connection:
-            rows = connection.execute(query.order_by(memory_prefixes.c.number.desc()).limit(limit)).all()
-        return [_prefix(row) for row in rows]
+            for row in connection.execute(query.order_by(memory_prefixes.c.number.desc()).limit(limit)).all():
+                try:
+                    found.append(_prefix(row, check_memories(connection, row.tenant, row.memory_ids, now)))
+                except Gone:
+                    continue  # expired; whoever sweeps will delete it
+        return found
 
 
 def _live(now: float) -> ColumnElement[bool]:
@@ -181,10 +186,10 @@ def _prefixes(connection: Connection, tenant: str, memory_id: str) -> list[Any]:
     return [row for row in rows if memory_id in row.memory_ids]
 
 
-def _prefix(row: Row[Any]) -> MemoryPrefix:
+def _prefix(row: Row[Any], expires_at: float | None) -> MemoryPrefix:
     return MemoryPrefix(
         tenant=row.tenant, memory_ids=tuple(row.memory_ids), tokenizer=row.tokenizer,
-        token_ids=unpack_ids(row.token_ids),
+        token_ids=unpack_ids(row.token_ids), expires_at=expires_at,
     )  # fmt: skip
 
 

@@ -70,6 +70,8 @@ class MemoryPrefix:
     memory_ids: tuple[str, ...]
     tokenizer: str
     token_ids: list[int]
+    expires_at: float | None
+    """When the first of the memories does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,8 +169,12 @@ def _inherited(owner: Session, expires_at: float | None) -> Json:
     }  # fmt: skip
 
 
-def check_memories(connection: Connection, tenant: str, memory_ids: Sequence[str], now: float) -> None:
-    """Raises `NotFound` for a memory the tenant never had, `Gone` for one that was deleted or has expired."""
+def check_memories(connection: Connection, tenant: str, memory_ids: Sequence[str], now: float) -> float | None:
+    """When the first of the memories expires; None when none does.
+
+    Raises `NotFound` for a memory the tenant never had, `Gone` for one that was deleted or has expired.
+    """
+    ends: list[float] = []
     for memory_id in memory_ids:
         mine = and_(memories.c.tenant == tenant, memories.c.id == memory_id)
         row = connection.execute(select(memories.c.deleted_at, memories.c.expires_at).where(mine)).one_or_none()
@@ -180,6 +184,9 @@ def check_memories(connection: Connection, tenant: str, memory_ids: Sequence[str
             raise Gone("memory", memory_id, "expired")
         if row.deleted_at is not None:
             raise Gone("memory", memory_id, "deleted")
+        if row.expires_at is not None:
+            ends.append(row.expires_at)
+    return min(ends, default=None)
 
 
 def _owner(connection: Connection, tenant: str, response_id: str, now: float) -> Session:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from serve.backends.base import WorkerError, WorkerUnavailable
+from serve.backends.base import NotSupported, WorkerError, WorkerUnavailable
 from serve.backends.client import CompletionsClient
 
 _REMEMBERED_SESSIONS = 65_536
@@ -79,6 +79,11 @@ class Router:
         """Asks every worker whether it is there."""
         await asyncio.gather(*(self._probe(worker) for worker in self.workers))
 
+    async def idle(self, most_running: int) -> bool:
+        """Whether no worker that is up has requests waiting, or more than `most_running` running, whoever sent them.
+        A worker that tells no load, or does not answer, is not asked to wait for."""
+        return all(await asyncio.gather(*(_has_time(worker, most_running) for worker in self.workers if worker.up)))
+
     async def close(self) -> None:
         """Closes the clients."""
         for worker in self.workers:
@@ -97,3 +102,11 @@ class Router:
         if last is not None and last.up:
             return last
         return min(usable, key=lambda worker: worker.in_flight)
+
+
+async def _has_time(worker: Worker, most_running: int) -> bool:
+    try:
+        load = await worker.client.load()
+    except (NotSupported, WorkerUnavailable):
+        return True
+    return load.waiting == 0 and load.running <= most_running

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.gateway import chat, feedback, responses, sessions, system
-from serve.gateway.bodies import ActivateBody, ChatBody, FeedbackBody, ForkBody, ResponsesBody, SessionBody
+from serve.gateway import chat, feedback, memories, responses, sessions, system
+from serve.gateway.bodies import ActivateBody, ChatBody, FeedbackBody, ForkBody, MemoryBody, ResponsesBody, SessionBody
+from serve.gateway.deletion import sweep
 from serve.gateway.errors import ApiError, internal, not_found
 from serve.gateway.logs import event
 from serve.gateway.service import Gateway, close_gateway, open_gateway
@@ -26,7 +27,7 @@ from serve.gateway.streaming import ClientGone
 # A body cut off by its client is answered like this, for the log's sake: nobody hears it.
 _CLIENT_GONE = 499
 _KEEP_SECONDS = 1.0
-_POLLED = ("/health", "/metrics", "/internal/versions")
+_POLLED = ("/health", "/metrics", "/internal/versions", "/internal/refresh")
 
 
 def routes() -> list[APIRoute]:
@@ -44,9 +45,14 @@ def routes() -> list[APIRoute]:
         ("/v1/sessions/{session_id}", "GET", sessions.read, None),
         ("/v1/sessions/{session_id}", "DELETE", sessions.delete, None),
         ("/v1/sessions/{session_id}/fork", "POST", sessions.fork, ForkBody),
+        ("/v1/memories", "POST", memories.create, MemoryBody),
+        ("/v1/memories", "GET", memories.index, None),
+        ("/v1/memories/{memory_id}", "GET", memories.read, None),
+        ("/v1/memories/{memory_id}", "DELETE", memories.delete, None),
         ("/v1/feedback", "POST", feedback.create, FeedbackBody),
         ("/v1/kvloop/status", "GET", system.status, None),
         ("/internal/versions", "GET", system.versions, None),
+        ("/internal/refresh", "GET", system.refresh, None),
         ("/internal/versions/activate", "POST", system.activate, ActivateBody),
         ("/health", "GET", system.health, None),
         ("/metrics", "GET", system.metrics, None),
@@ -65,14 +71,19 @@ def create_app(settings: GatewaySettings) -> ASGIApp:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway = await open_gateway(settings)
         app.state.gateway = gateway
-        keeper = asyncio.get_running_loop().create_task(gateway.versions.keep(_KEEP_SECONDS))
+        loop = asyncio.get_running_loop()
+        keepers = [
+            loop.create_task(gateway.versions.keep(_KEEP_SECONDS)),
+            loop.create_task(gateway.refresher.run()),
+            loop.create_task(sweep(gateway, settings.sweep_seconds)),
+        ]
         event("gateway started", workers=list(settings.workers), served=settings.served_name)
         try:
             yield
         finally:
-            keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeper
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.wait(keepers)
             await close_gateway(gateway)
             event("gateway stopped")
 

@@ -7,6 +7,7 @@ import hmac
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -62,6 +63,12 @@ class Auth:
     def cache_salt(self, tenant: str) -> str:
         """64 hex digits that separate a tenant's KV memory from every other's."""
         return hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()
+
+    def kv_owner(self, kind: Literal["session", "memory"], tenant: str, *ids: str) -> str:
+        """64 hex digits that name on whose behalf KV is stored, and tell nothing of the ids. Memories are named
+        together, in their order: what is stored for a combination is of each of them."""
+        framed = json.dumps([kind, tenant, *ids]).encode()
+        return hmac.new(self._secret, framed, hashlib.sha256).hexdigest()
 
 
 def _digest(text: str) -> bytes:

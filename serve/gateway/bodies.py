@@ -10,7 +10,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from starlette.requests import Request
 
 from serve.gateway.errors import ApiError, invalid, unsupported
@@ -25,6 +34,22 @@ def _small(value: dict[str, str]) -> dict[str, str]:
 
 
 Metadata = Annotated[dict[str, str], AfterValidator(_small)]
+
+
+def _listed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(value) > _MOST_MEMORIES or len(set(value)) != len(value):
+        raise ValueError(f"at most {_MOST_MEMORIES} memories, each once")
+    return value
+
+
+_MOST_MEMORIES = 16
+MemoryIds = Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_each_once)]
+# A hundred years: times beyond it are mistakes, such as milliseconds.
+Ttl = Annotated[float, Field(gt=0, le=3_155_760_000)]
 
 _NOTHING_ASKED: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
@@ -102,6 +127,7 @@ class Sampling(_Body):
     metadata: Metadata = Field(default_factory=dict)
     user: str | None = Field(default=None, max_length=512)
     session_id: str | None = Field(default=None, min_length=1, max_length=128)
+    memory_ids: MemoryIds | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -172,8 +198,8 @@ class ResponsesBody(Sampling):
 
     @field_validator("include", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
+    def _as_tuple(cls, value: Any) -> Any:
+        return _listed(value)
 
     @model_validator(mode="after")
     def _one_source(self) -> ResponsesBody:
@@ -185,9 +211,19 @@ class ResponsesBody(Sampling):
 
 
 class SessionBody(_Body):
-    """`POST /v1/sessions`."""
+    """`POST /v1/sessions`. The session and everything said in it is deleted `ttl_seconds` after its creation."""
 
     metadata: Metadata = Field(default_factory=dict)
+    memory_ids: MemoryIds = ()
+    ttl_seconds: Ttl | None = None
+
+
+class MemoryBody(_Body):
+    """`POST /v1/memories` as JSON; the same fields come as a form with `file` in place of `text`."""
+
+    text: str
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    ttl_seconds: Ttl | None = None
 
 
 class ForkBody(_Body):
@@ -219,6 +255,7 @@ class ActivateBody(_Body):
     reason: str = ""
     report: str | None = None
     action: Literal["promote", "rollback", "follow"] | None = None
+    stale_kl: float | None = Field(default=None, ge=0)
 
 
 B = TypeVar("B", bound=BaseModel)

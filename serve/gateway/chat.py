@@ -28,6 +28,7 @@ async def create(request: Request) -> Response:
         messages=[message.plain() for message in body.messages],
         store=body.store,
         user=body.user or "",
+        memory_ids=body.memory_ids,
         session_id=body.session_id or request.headers.get("x-session-id"),
     )
     if body.stream:

@@ -50,6 +50,11 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
     return ApiError(404, message, param=param, code=code)
 
 
+def gone(message: str, param: str | None = None, code: str = "memory_gone") -> ApiError:
+    """410: it was there and is not any more; trying again cannot help."""
+    return ApiError(410, message, param=param, code=code)
+
+
 def conflict(message: str, code: str) -> ApiError:
     """409: another request won; the client may try again."""
     return ApiError(409, message, code=code)

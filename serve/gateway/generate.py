@@ -50,7 +50,7 @@ class Generation:
 
     def __init__(
         self, plan: Plan, sampling: Sampling, version: Version, *, codec: TextCodec, router: Router,
-        versions: Versions, metrics: Metrics, cache_salt: str,
+        versions: Versions, metrics: Metrics, cache_salt: str, kv_owner: str = "",
     ) -> None:  # fmt: skip
         self._plan = plan
         self._sampling = sampling
@@ -61,6 +61,7 @@ class Generation:
         self._metrics = metrics
         self._started = time.monotonic()
         self._cache_salt = cache_salt
+        self._kv_owner = kv_owner
         self._first_token: float | None = None
         self._given_out = False
         self.choices: list[ChoiceOutput] = []
@@ -182,6 +183,9 @@ class Generation:
             logprobs=self._sampling.logprobs,
             cache_salt=self._cache_salt,
             kv_save=self._plan.asked.store,
+            kv_owner=self._kv_owner,
+            kv_expires_at=self._plan.kv_expires_at,
+            kv_reuse_model=self._versions.reuse_for(self._version),
         )
 
 

@@ -28,7 +28,8 @@ class Metrics:
         )
         self.tokens = Counter(
             "kvloop_tokens",
-            "Tokens by kind: prompt, cached (KV reused), restored (of these, read from disk), computed, generated.",
+            "Tokens by kind: prompt, cached (KV reused), restored (of these, read from disk), lifted (computed from a "
+            "shared layer up), computed, generated.",
             ["kind"],
             registry=self.registry,
         )
@@ -61,6 +62,36 @@ class Metrics:
         self.disconnects = Counter(
             "kvloop_disconnects", "Requests whose client left before the end.", registry=self.registry
         )
+        self.prefetches = Counter(
+            "kvloop_memory_prefetches",
+            "Beginnings of memories computed ahead, by outcome: done, failed, gone, stopped.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.refreshes = Counter(
+            "kvloop_refreshes",
+            "Sessions refreshed, by reason (promote, climb) and outcome: done, moved, skipped, failed, stopped.",
+            ["reason", "outcome"],
+            registry=self.registry,
+        )
+        self.refresh_tokens = Counter(
+            "kvloop_refresh_tokens", "Prompt tokens computed by refreshes.", registry=self.registry
+        )
+        self.refresh_waiting = Gauge(
+            "kvloop_refresh_waiting", "Sessions that wait to be refreshed.", registry=self.registry
+        )
+        self.flips = Counter(
+            "kvloop_flips",
+            "Sessions that went to another version, by what moved them: refresh, turn.",
+            ["by"],
+            registry=self.registry,
+        )
+        self.expired = Counter(
+            "kvloop_expired",
+            "Sessions and memories deleted when their time was up.",
+            ["kind"],
+            registry=self.registry,
+        )
         self.serving = Gauge(
             "kvloop_serving", "1 for the version being served.", ["version", "weights_id"], registry=self.registry
         )
@@ -70,6 +101,7 @@ class Metrics:
         self.tokens.labels("prompt").inc(usage.prompt_tokens)
         self.tokens.labels("cached").inc(usage.cached_tokens)
         self.tokens.labels("restored").inc(int(usage.extras.get("restored_tokens") or 0))
+        self.tokens.labels("lifted").inc(int(usage.extras.get("lifted_tokens") or 0))
         self.tokens.labels("computed").inc(usage.prompt_tokens - usage.cached_tokens)
         self.tokens.labels("generated").inc(generated)
 

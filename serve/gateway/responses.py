@@ -34,6 +34,7 @@ async def create(request: Request) -> Response:
         messages=_messages(body),
         store=body.store,
         user=body.user or "",
+        memory_ids=body.memory_ids,
         session_id=body.session_id
         or (request.headers.get("x-session-id") if body.previous_response_id is None else None),
         previous_response_id=body.previous_response_id,

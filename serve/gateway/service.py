@@ -6,6 +6,7 @@ leaves; `commit` has returned before anything final is sent.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,15 +18,20 @@ from serve.backends.client import CompletionsClient
 from serve.backends.router import Router
 from serve.gateway.auth import Auth
 from serve.gateway.bodies import Sampling as SamplingBody
-from serve.gateway.errors import invalid
+from serve.gateway.errors import ApiError, invalid
 from serve.gateway.generate import Generation, Sampling, check_length
+from serve.gateway.logs import event
 from serve.gateway.metrics import Metrics
 from serve.gateway.output import Piece
+from serve.gateway.prefetch import Prefetch
+from serve.gateway.prefill import Prefill
+from serve.gateway.refresh import Refresher
+from serve.gateway.refresh_queue import RefreshQueue
 from serve.gateway.settings import GatewaySettings
 from serve.gateway.text import TextCodec
 from serve.gateway.threads import Threads
 from serve.gateway.turns import Asked, Plan, Reply, Turns, new_response_id
-from serve.gateway.versions import Version, Versions
+from serve.gateway.versions import Policy, Version, Versions
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class Gateway:
     turns: Turns
     metrics: Metrics
     auth: Auth
+    prefetch: Prefetch
+    queue: RefreshQueue
+    refresher: Refresher
 
     @property
     def context_length(self) -> int:
@@ -58,6 +67,9 @@ class Gateway:
             raise invalid(f"'stop' has at most {self.settings.max_stop_strings} strings here.", "stop", "invalid_value")
         version = await self.versions.resolve(body.model)
         plan = await self.threads.run(self.turns.plan, asked)
+        follows = body.model == self.versions.served_name
+        if follows and plan.origin is not None:
+            version = self.versions.stays(plan.origin.version, plan.origin.updated_at) or version
         try:
             sampling = Sampling(
                 max_tokens=check_length(
@@ -68,20 +80,34 @@ class Gateway:
             )  # fmt: skip
             generation = Generation(
                 plan, sampling, version, codec=self.codec, router=self.router, versions=self.versions,
-                metrics=self.metrics, cache_salt=self.auth.cache_salt(asked.tenant),
+                metrics=self.metrics, cache_salt=self.auth.cache_salt(asked.tenant), kv_owner=self._owner(plan),
             )  # fmt: skip
             self.metrics.turns.labels(plan.found).inc()
             with self.versions.pinned(version):
-                yield Turn(self, plan, version, generation, n)
+                waited = await self.prefetch.ready(plan.memory, version) if plan.memory and asked.store else 0
+                yield Turn(self, plan, version, generation, n, follows=follows, memory_computed=waited)
         finally:
             self.turns.release(plan)
+
+    def _owner(self, plan: Plan) -> str:
+        """On whose behalf a turn's KV is stored; nobody's where nothing is."""
+        if plan.session_id is None or not plan.asked.store:
+            return ""
+        return self.auth.kv_owner("session", plan.asked.tenant, plan.session_id)
 
 
 class Turn:
     """One running turn. Iterate `pieces`, then `commit`, then read the rest."""
 
-    def __init__(self, gateway: Gateway, plan: Plan, version: Version, generation: Generation, n: int) -> None:
+    def __init__(
+        self, gateway: Gateway, plan: Plan, version: Version, generation: Generation, n: int, *, follows: bool,
+        memory_computed: int,
+    ) -> None:  # fmt: skip
+        """`follows`: the session goes with the served version, no other was named. `memory_computed`: how many tokens
+        of its memories had to be computed first."""
         self.plan = plan
+        self._follows = follows
+        self._memory_computed = memory_computed
         self.version = version
         self.created = time.time()
         self._gateway = gateway
@@ -127,16 +153,34 @@ class Turn:
     def extras(self) -> dict[str, Any]:
         """The worker's own account, and how the history was found."""
         times = {"gateway_ttft_ms": self._generation.ttft_ms, "gateway_ms": self._generation.duration_ms}
-        return {**self._generation.usage.extras, "history": self.plan.found, **times}
+        memory = {"memory_computed_tokens": self._memory_computed} if self.plan.memory is not None else {}
+        return {**self._generation.usage.extras, "history": self.plan.found, **memory, **times}
 
     async def commit(self, params: dict[str, Any]) -> None:
         """Journals the turn, unless the client asked for nothing to be stored. On disk when this returns."""
         metrics = self._gateway.metrics
         if self.plan.asked.store:
             replies = [self._reply(index, params) for index in range(len(self._ids))]
-            await self._gateway.threads.run(self._gateway.turns.commit, self.plan, replies)
+            key = self._gateway.versions.key(self.version)
+            turns, moves_to = self._gateway.turns, key if self._follows else None
+            await self._gateway.threads.run(turns.commit, self.plan, replies, moves_to)
+            if moves_to is not None and self.plan.origin is not None and self.plan.origin.version not in (None, key):
+                metrics.flips.labels("turn").inc()
+            await self._climb()
         metrics.count_tokens(self._generation.usage, self.completion_tokens)
         metrics.turn.observe(self._generation.duration_ms / 1000)
+
+    async def _climb(self) -> None:
+        """Has KV computed anew that was not exact, or not of this version, for the session may return once more."""
+        known = self._gateway.versions.known()
+        if self.plan.session_id is None or known is None or known.weights_id != self.version.weights_id:
+            return
+        if str(self._generation.usage.extras.get("fidelity") or "exact") != "exact":
+            tenant, tokens = self.plan.asked.tenant, self.prompt_tokens + self.completion_tokens
+            try:
+                await self._gateway.queue.climb(tenant, self.plan.session_id, tokens, self.version)
+            except ApiError as error:  # the turn is kept all the same; the next one will ask again
+                event("a session was not queued", level=logging.WARNING, reason=error.message)
 
     def _reply(self, index: int, params: dict[str, Any]) -> Reply:
         choice, usage = self._generation.choices[index], self._generation.usage
@@ -174,13 +218,21 @@ async def open_gateway(settings: GatewaySettings) -> Gateway:
     ]
     router = Router(clients, wait_seconds=settings.worker_wait_seconds, poll_seconds=settings.worker_poll_seconds)
     metrics = Metrics()
-    versions = Versions(journal, threads, router, metrics, settings.served_name)
+    policy = Policy(settings.pin_seconds, settings.kv_policy == "reuse", settings.reuse_max_kl)
+    versions = Versions(journal, threads, router, metrics, settings.served_name, policy)
     await versions.restore()
-    return Gateway(settings, codec, journal, threads, router, versions, Turns(journal, codec), metrics, auth)
+    turns, prefill = Turns(journal, codec, settings.session_ttl_seconds), Prefill(router, versions)
+    prefetch = Prefetch(prefill, auth, threads, turns.busy, metrics, turns.prefix)
+    queue = RefreshQueue(settings, journal, threads, versions, metrics, codec.digest)
+    refresher = Refresher(settings, journal, threads, versions, turns, prefill, prefetch, auth, metrics, queue)
+    return Gateway(
+        settings, codec, journal, threads, router, versions, turns, metrics, auth, prefetch, queue, refresher
+    )
 
 
 async def close_gateway(gateway: Gateway) -> None:
-    """Finishes unloads, closes connections and the journal."""
+    """Ends prefetches, finishes unloads, closes connections and the journal."""
+    await gateway.prefetch.close()
     await gateway.versions.close()
     await gateway.router.close()
     await gateway.threads.run(gateway.journal.close)

@@ -13,11 +13,11 @@ from memory.journal.records import Session
 from serve.gateway.bodies import ForkBody, SessionBody, read_body
 from serve.gateway.deletion import delete_session
 from serve.gateway.errors import invalid, not_found
+from serve.gateway.paging import page_limit
 from serve.gateway.service import Gateway
-from serve.gateway.turns import new_session_id, stored_ids
+from serve.gateway.turns import gone_error, new_session_id, stored_ids
 
 Json = dict[str, Any]
-_MOST = 100
 
 
 async def create(request: Request) -> Response:
@@ -25,7 +25,20 @@ async def create(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     tenant = gateway.auth.tenant(request)
     body = await read_body(request, SessionBody, empty_ok=True)
-    session = await gateway.threads.run(gateway.journal.create_session, tenant, new_session_id(), dict(body.metadata))
+    ttl = body.ttl_seconds or gateway.settings.session_ttl_seconds
+
+    def make() -> Session:
+        return gateway.journal.create_session(
+            tenant, new_session_id(), dict(body.metadata), memory_ids=body.memory_ids,
+            expires_at=None if ttl is None else gateway.journal.now() + ttl,
+        )  # fmt: skip
+
+    try:
+        session = await gateway.threads.run(make)
+    except NotFound as error:
+        raise gone_error(error) from error
+    if session.memory_ids and (version := gateway.versions.known()) is not None:
+        gateway.prefetch.soon(tenant, session.memory_ids, version)
     return JSONResponse(_shown(session))
 
 
@@ -33,7 +46,7 @@ async def index(request: Request) -> Response:
     """The tenant's sessions, newest first; `limit` (1 to 100) and `after` (a session id) page through them."""
     gateway: Gateway = request.app.state.gateway
     tenant = gateway.auth.tenant(request)
-    limit = _limit(request.query_params.get("limit", "20"))
+    limit = page_limit(request)
     after = request.query_params.get("after")
     try:
         # One more than asked for tells whether there is another page.
@@ -62,7 +75,8 @@ async def read(request: Request) -> Response:
     for reply in chain:
         messages += [{**message, "response_id": None} for message in reply.input_messages]
         messages.append({**reply.output_message, "response_id": reply.id})
-    return JSONResponse(_shown(session) | {"messages": messages, "tokens": len(stored_ids(chain))})
+    tokens = len(stored_ids(chain)) + await gateway.threads.run(_memory_tokens, gateway, session)
+    return JSONResponse(_shown(session) | {"messages": messages, "tokens": tokens})
 
 
 async def fork(request: Request) -> Response:
@@ -90,7 +104,7 @@ async def fork(request: Request) -> Response:
     try:
         return JSONResponse(_shown(await gateway.threads.run(make)))
     except NotFound as error:
-        raise not_found(f"{error.kind.capitalize()} '{error.name}' was not found.", f"{error.kind}_id") from error
+        raise gone_error(error) from error
 
 
 async def delete(request: Request) -> Response:
@@ -111,14 +125,19 @@ def _shown(session: Session) -> Json:
         "head_response": session.head_response,
         "metadata": session.metadata,
         "split": session.split,
+        "memory_ids": list(session.memory_ids),
+        "version": session.version,
+        "expires_at": session.expires_at,
     }
+
+
+def _memory_tokens(gateway: Gateway, session: Session) -> int:
+    """Of the session's memories; 0 where one is gone: its tokens are, too. Blocks."""
+    try:
+        return len(gateway.turns.prefix(session.tenant, session.memory_ids).token_ids) if session.memory_ids else 0
+    except NotFound:
+        return 0
 
 
 def _missing(session_id: str) -> Exception:
     return not_found(f"Session '{session_id}' was not found.", "session_id")
-
-
-def _limit(given: str) -> int:
-    if given.isdigit() and 1 <= int(given) <= _MOST:
-        return int(given)
-    raise invalid(f"'limit' is a number from 1 to {_MOST}, not '{given}'.", "limit", "invalid_value")

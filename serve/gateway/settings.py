@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -55,6 +55,32 @@ class GatewaySettings(BaseModel):
     """How long a stopping gateway lets the streams in flight finish."""
     journal_threads: int = Field(default=8, ge=1)
     """Threads that wait for the journal, so that the event loop never does."""
+    session_ttl_seconds: float | None = Field(default=None, gt=0)
+    """After this long a session is deleted with everything said in it, unless it was created with a time of its own.
+    Without it sessions last until they are deleted."""
+    sweep_seconds: float = Field(default=30.0, gt=0)
+    """Pause between two looks for sessions and memories whose time is over. They are not shown from the moment it is;
+    within this pause they are deleted."""
+    memory_delete_seconds: float = Field(default=30.0, ge=0)
+    """How long deleting a memory waits for turns that use it before it is answered with 409."""
+    kv_policy: Literal["refresh", "reuse"] = "refresh"
+    """What a session meets whose version is no longer the one served. `refresh`: it stays on its version until its KV
+    is computed under the new one, or `pin_seconds` have passed. `reuse`: it moves at once and reuses the KV of the
+    version before, where the evaluation measured that this costs less than `reuse_max_kl`; else as `refresh`."""
+    reuse_max_kl: float = Field(default=0.01, ge=0)
+    """Under policy `reuse`, the largest mean KL divergence (nats a token) of answers over the old version's KV."""
+    pin_seconds: float = Field(default=600.0, ge=0)
+    """A session used within this time before a change of version stays on its version for up to as long after it."""
+    refresh: bool = True
+    """Whether sessions' KV is computed under the new version in the background."""
+    refresh_sessions: int = Field(default=2000, ge=0)
+    """Most sessions that are queued at a change of version; the ones used last are taken."""
+    refresh_days: float = Field(default=30.0, gt=0)
+    """A session that was not used for so many days is not refreshed."""
+    refresh_running: int = Field(default=0, ge=0)
+    """Background work begins while no worker runs more requests than this, and none waits."""
+    refresh_pause_seconds: float = Field(default=0.1, gt=0)
+    """Pause between two refreshes, and between two looks whether the workers have time."""
 
     @model_validator(mode="after")
     def _only_loopback_without_keys(self) -> Self:

@@ -72,5 +72,12 @@ async def versions(request: Request) -> Response:
     return JSONResponse(gateway.versions.status() | {"ledger": moves})
 
 
+async def refresh(request: Request) -> Response:
+    """How far the refreshes of sessions under the version that serves are."""
+    gateway: Gateway = request.app.state.gateway
+    gateway.auth.check_admin(request)
+    return JSONResponse(await gateway.refresher.status())
+
+
 def _model(name: str, gateway: Gateway) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": gateway.versions.since, "owned_by": "kvloop"}

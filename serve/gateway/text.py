@@ -86,20 +86,31 @@ class TextCodec:
         if position < 0:
             raise ValueError("the model's chat template does not show earlier replies, so a session cannot go on")
         delta = rendered[position + len(marker) :]
-        leading = self._special_pattern.match(delta)
-        if leading is not None and self._special[leading.group()] == last_id:
-            delta = delta[leading.end() :]
+        leading = delta[: self.leading_special(delta)]
+        if leading and self._special[leading] == last_id:
+            delta = delta[len(leading) :]
         return self.encode(delta)
 
-    def history_digest(self, messages: Sequence[Message], user: str = "") -> bytes:
+    def escape(self, text: str) -> str:
+        """What a person wrote, as `encode` expects it within rendered text."""
+        return self._escapes.escape(text)
+
+    def leading_special(self, rendered: str) -> int:
+        """Length of the special string that rendered text begins with; 0 when it begins with another."""
+        leading = self._special_pattern.match(rendered)
+        return 0 if leading is None else leading.end()
+
+    def history_digest(self, messages: Sequence[Message], user: str = "", memory_ids: Sequence[str] = ()) -> bytes:
         """32 bytes that name a conversation ending with a reply, by its rendered bytes.
 
-        The tokenizer, the template and the `user` a client named are part of it: ids are only found again by the
-        same kind of client, under the same tokenizer.
+        The tokenizer, the template, the `user` a client named and the memories are part of it: ids are only found
+        again by the same kind of client, under the same tokenizer, with the same memories.
         """
         rendered = self.template.render(messages, add_generation_prompt=False)
-        framed = json.dumps([self.digest, user, rendered]).encode()
-        return blake3(framed).digest()
+        parts: list[Any] = [self.digest, user, rendered]
+        if memory_ids:
+            parts.append(list(memory_ids))
+        return blake3(json.dumps(parts).encode()).digest()
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:

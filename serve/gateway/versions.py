@@ -33,6 +33,19 @@ BASE = "base"
 _PAUSE = 0.05
 
 
+@dataclass(frozen=True)
+class Policy:
+    """How long sessions stay on their version, and whether the next may use its KV."""
+
+    pin_seconds: float = 600.0
+    reuse: bool = False
+    reuse_max_kl: float = 0.0
+
+    def may_reuse(self, stale_kl: float | None) -> bool:
+        """Whether KV of the version before may be used, by what was measured of it."""
+        return self.reuse and stale_kl is not None and stale_kl < self.reuse_max_kl
+
+
 @dataclass
 class Version:
     """Weights a worker can run under `name`. `path` is None for the base model."""
@@ -62,8 +75,17 @@ class Version:
 class Versions:
     """The resident versions. `restore` must have run before the first request."""
 
-    def __init__(self, journal: Journal, threads: Threads, router: Router, metrics: Metrics, served_name: str) -> None:
+    def __init__(
+        self, journal: Journal, threads: Threads, router: Router, metrics: Metrics, served_name: str,
+        policy: Policy | None = None,
+    ) -> None:  # fmt: skip
         self.served_name = served_name
+        self.news = asyncio.Event()
+        """Set at each change of the serving version and when other background work comes; its reader clears it."""
+        self.flipped_at = 0.0
+        """When the serving version changed last, in UTC seconds since 1970."""
+        self._policy = Policy() if policy is None else policy
+        self._stale_kl: float | None = None
         self.since = int(time.time())
         self._journal = journal
         self._threads = threads
@@ -90,6 +112,8 @@ class Versions:
             self._resident[state.name] = version
             self._serving = state.name
             self._metrics.now_serving(version.name, version.weights_id)
+        self.flipped_at = float(kept.get("flipped_at") or state.since)
+        self._stale_kl = kept.get("stale_kl")
         previous = kept.get("previous")
         if previous is not None:
             self._previous = previous["name"]
@@ -137,6 +161,40 @@ class Versions:
         known = ", ".join(self.names())
         raise not_found(f"The model '{model}' does not exist. Models: {known}.", "model", "model_not_found")
 
+    def key(self, version: Version) -> str:
+        """The name under which sessions remember a version: the base is `base`, however its worker calls it."""
+        return BASE if version.path is None else version.name
+
+    async def current(self) -> Version:
+        """The version that serves. Raises as `resolve`."""
+        return await self.resolve(self.served_name)
+
+    def known(self) -> Version | None:
+        """The version that serves, as far as it is known without asking a worker."""
+        return self._base if self._serving == BASE else self._resident.get(self._serving)
+
+    def stays(self, key: str | None, used_at: float) -> Version | None:
+        """The version that a session at `key`, last used at `used_at`, stays on; None where it goes to what serves.
+
+        It stays if it was in use when the served version changed, for a limited time, while its version is resident.
+        """
+        if key is None or key == self._serving or self._reused() is not None:
+            return None
+        held = self._policy.pin_seconds
+        if used_at < self.flipped_at - held or time.time() >= self.flipped_at + held:
+            return None
+        return self._base if key == BASE else self._resident.get(key)
+
+    def reuse_for(self, version: Version) -> str | None:
+        """The name of a resident version whose KV may be used in this one's place; None where there is none."""
+        other = self._reused() if self.key(version) == self._serving else None
+        return None if other is None else other.name
+
+    def _reused(self) -> Version | None:
+        if self._previous is None or not self._policy.may_reuse(self._stale_kl):
+            return None
+        return self._base if self._previous == BASE else self._resident.get(self._previous)
+
     @contextmanager
     def pinned(self, version: Version) -> Iterator[Version]:
         """Keeps a version resident while a request runs on it."""
@@ -158,7 +216,7 @@ class Versions:
             try:
                 target = await self._target(wanted)
                 before = self._serving
-                if self._key(target) != before:
+                if self.key(target) != before:
                     await self._prepare(target)
                     await self._flip(target, wanted, time.monotonic() - started)
             except WorkerError as error:
@@ -222,6 +280,8 @@ class Versions:
             "served_name": self.served_name,
             "serving": self._serving,
             "previous": self._previous,
+            "stale_kl": self._stale_kl,
+            "reuses": None if (reused := self._reused()) is None else reused.name,
             "versions": [
                 {**version.record(), "fingerprint": None, "in_flight": version.in_flight,
                  "system_fingerprint": version.system_fingerprint, "draining": version.name in self._draining}
@@ -238,9 +298,6 @@ class Versions:
         """Waits for unloads that are under way."""
         for task in list(self._tasks):
             await task
-
-    def _key(self, version: Version) -> str:
-        return BASE if version.path is None else version.name
 
     async def _target(self, wanted: ActivateBody) -> Version:
         base = await self.base()
@@ -275,7 +332,7 @@ class Versions:
         version.path = path
         if version.name == self._serving:
             before = self._resident.get(self._previous or "") or await self.base()
-            state = {"fingerprint": version.fingerprint, "previous": before.record() | {"name": self._previous or BASE}}
+            state = self._state(version, before, self._previous or BASE, self.flipped_at, self._stale_kl)
             await self._threads.run(
                 self._journal.set_serving, version.name, path, version.version, version.weights_id, state
             )
@@ -329,10 +386,10 @@ class Versions:
         version.proven.add(worker.url)
 
     async def _flip(self, target: Version, wanted: ActivateBody, seconds: float) -> None:
-        key, before = self._key(target), self._serving
+        key, before, flipped_at = self.key(target), self._serving, time.time()
         old = self._resident.get(before) or await self.base()
         action = wanted.action or ("rollback" if key == self._previous else "promote")
-        state = {"fingerprint": target.fingerprint, "previous": old.record() | {"name": before}}
+        state = self._state(target, old, before, flipped_at, wanted.stale_kl)
 
         def write() -> None:
             self._journal.set_serving(key, target.path, target.version, target.weights_id, state)
@@ -346,6 +403,8 @@ class Versions:
             self._draining.pop(target.name, None)
             self._resident[target.name] = target
         self._previous, self._serving = before, key
+        self.flipped_at, self._stale_kl = flipped_at, wanted.stale_kl
+        self.news.set()
         self._metrics.swaps.labels("done").inc()
         self._metrics.swap_seconds.observe(seconds)
         self._metrics.now_serving(target.name, target.weights_id)
@@ -355,6 +414,15 @@ class Versions:
                 self._draining[version.name] = self._resident.pop(version.name)
                 if version.in_flight == 0:
                     self._start(self._unload(version))
+
+    def _state(
+        self, version: Version, before: Version, previous: str, flipped_at: float, stale_kl: float | None
+    ) -> dict[str, Any]:
+        """What the serving row keeps beside the version itself."""
+        return {
+            "fingerprint": version.fingerprint, "previous": before.record() | {"name": previous},
+            "flipped_at": flipped_at, "stale_kl": stale_kl,
+        }  # fmt: skip
 
     async def _forget(self, target: Version, new: bool) -> None:
         if new and target.name not in self._draining:

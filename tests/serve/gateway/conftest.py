@@ -119,7 +119,7 @@ def gateway_settings(folder: Path, model_dir: Path, *workers: str, **changes: An
     given: dict[str, Any] = {
         "journal": {"url": f"sqlite:///{folder}/journal.db"}, "model_dir": model_dir, "workers": workers,
         "secret_file": folder / "secret", "admin_token_file": folder / "admin", "port": free_port(),
-        "worker_wait_seconds": 5, "worker_poll_seconds": 0.05, "shutdown_seconds": 5,
+        "refresh_pause_seconds": 0.01, "worker_wait_seconds": 5, "worker_poll_seconds": 0.05, "shutdown_seconds": 5,
     }  # fmt: skip
     return GatewaySettings(**(given | changes))
 

@@ -46,6 +46,13 @@ class Script:
     load_seconds: float = 0.0
     forget_status: int = 200
     """404 is a worker of another kind."""
+    running: int = 0
+    """Sequences that its metrics tell of."""
+    fidelity: str = "exact"
+    """Of what it says it reused."""
+    prefill_gate: threading.Event | None = None
+    """Holds back the answers to requests that generate nothing until it is set."""
+    prefill_status: int = 200
     wrong_weights: bool = False
     """Loads adapters without applying them."""
 
@@ -55,6 +62,8 @@ class Seen:
     """What the fake was asked."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    prefills: list[dict[str, Any]] = field(default_factory=list)
+    """Requests that generate nothing."""
     finished: int = 0
     aborted: int = 0
     loads: list[str] = field(default_factory=list)
@@ -70,7 +79,7 @@ class FakeWorker:
         self.script = Script(answer)
         self.seen = Seen()
         self._adapters: dict[str, tuple[str, str]] = {}
-        self._known: dict[tuple[str, str], list[list[int]]] = {}
+        self._known: dict[tuple[str, str], list[tuple[str, list[int]]]] = {}
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._boot = 0
@@ -123,6 +132,7 @@ class FakeWorker:
                 Route("/v1/kv/forget", self._forget, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
+                Route("/metrics", self._metrics),
             ]
         )
 
@@ -162,17 +172,21 @@ class FakeWorker:
         self.seen.forgotten.append(body)
         gone = 0
         for known in self._known.values():
-            doomed = [ids for ids in known if any(ids[: len(prompt)] == prompt for prompt in body["prompts"])]
-            for ids in doomed:
-                known.remove(ids)
+            doomed = [entry for entry in known if entry[0] in body["owners"]]
+            for entry in doomed:
+                known.remove(entry)
             gone += len(doomed)
         return JSONResponse(
-            {"object": "kv.forgotten", "chunks": {"ram": gone, "waiting": 0, "disk": 0, "quarantined": 0}}
+            {"object": "kv.forgotten", "keys": len(body["owners"]), "chunks": {"ram": gone, "disk": 0}, "pending": 0}
         )
+
+    async def _metrics(self, request: Request) -> Response:
+        running = f"kvloop_worker_running_sequences {float(self.script.running)}"
+        return PlainTextResponse(f"# HELP load\nkvloop_worker_waiting_requests 0.0\n{running}\n")
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()
-        self.seen.bodies.append(body)
+        (self.seen.prefills if body.get("max_tokens") == 0 else self.seen.bodies).append(body)
         if self.script.reject is not None:
             status, message, headers = self.script.reject
             return _error(status, message, headers)
@@ -181,7 +195,24 @@ class FakeWorker:
             return _error(404, f"The model {body['model']} does not exist.")
         if body.get("prompt_logprobs") is not None:
             return JSONResponse({"choices": self._scores(body, weights), "usage": _no_usage()})
+        if body.get("max_tokens") == 0:
+            return await self._prefill(body, weights)
         return StreamingResponse(self._stream(body, weights), media_type="text/event-stream")
+
+    async def _prefill(self, body: dict[str, Any], weights: str) -> Response:
+        try:
+            while self.script.prefill_gate is not None and not self.script.prefill_gate.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.seen.aborted += 1
+            raise
+        if self.script.prefill_status != 200:
+            return _error(self.script.prefill_status, "as scripted")
+        cached = self._reused(body, weights)
+        self._remember(body, weights, body["prompt"])
+        usage = self._usage(body["prompt"], cached, 0, weights, whole=True)
+        choice = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "length"}
+        return JSONResponse({"id": "cmpl", "model": body["model"], "choices": [choice], "usage": usage})
 
     def _weights(self, model: str) -> str | None:
         if model == BASE_NAME:
@@ -251,8 +282,8 @@ class FakeWorker:
         if whole:
             usage["kvloop"] = {
                 "restored_tokens": 0, "ram_tokens": cached, "computed_tokens": len(prompt) - cached,
-                "generated_tokens": made, "fidelity": "exact", "weights_id": self.script.weights_told or weights,
-                "ttft_ms": 1.0, "spans": spans,
+                "generated_tokens": made, "fidelity": self.script.fidelity,
+                "weights_id": self.script.weights_told or weights, "ttft_ms": 1.0, "spans": spans,
             }  # fmt: skip
         return usage
 
@@ -273,11 +304,13 @@ class FakeWorker:
     def _reused(self, body: dict[str, Any], weights: str) -> int:
         prompt = body["prompt"]
         known = self._known.get((weights, body.get("cache_salt", "")), [])
-        return min(max((_common(prompt, other) for other in known), default=0), len(prompt) - 1)
+        return min(max((_common(prompt, other) for _, other in known), default=0), len(prompt) - 1)
 
     def _remember(self, body: dict[str, Any], weights: str, ids: list[int]) -> None:
-        if body.get("kv_transfer_params", {}).get("kv_save", True):
-            self._known.setdefault((weights, body.get("cache_salt", "")), []).append(ids)
+        kv = body.get("kv_transfer_params", {})
+        if kv.get("kv_save", True):
+            known = self._known.setdefault((weights, body.get("cache_salt", "")), [])
+            known.append((kv.get("kv_owner", ""), ids))
 
 
 def make_adapter(folder: Path, seed: str) -> dict[str, Any]:

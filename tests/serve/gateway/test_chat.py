@@ -27,6 +27,8 @@ def test_an_answer(client: openai.OpenAI, worker: FakeWorker, codec: TextCodec) 
     body = worker.seen.bodies[-1]
     assert body["prompt"] == codec.first_turn(HI)
     assert (body["temperature"], body["seed"], body["top_p"], body["max_tokens"]) == (0, 3, 0.5, 50)
+    owner = body["kv_transfer_params"].pop("kv_owner")
+    assert len(owner) == 64
     assert body["kv_transfer_params"] == {"kv_save": True}
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(body["prompt"])

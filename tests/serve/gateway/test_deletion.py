@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from serve.gateway.turns import Busy
+from serve.gateway.busy import Busy
 from tests.serve.gateway.conftest import RunningGateway, Say
 from tests.serve.gateway.fake_worker import FakeWorker
 
@@ -30,28 +30,28 @@ def _turn(client: openai.OpenAI, text: str, session: str | None = None, **more: 
     return client.chat.completions.create(model="kvloop", messages=messages, extra_body=extra, **more)
 
 
-def test_every_worker_forgets_the_whole_conversation(
+def test_every_worker_forgets_the_session_and_nobody_else(
     start_gateway: Callable[..., RunningGateway], worker: FakeWorker, other: FakeWorker
 ) -> None:
     gateway = start_gateway(worker.url, other.url)
     with gateway.client() as client:
         session = _turn(client, "My name is Ada.").session_id
-        again = _turn(client, "What is it?", session)
-    prompts = [body["prompt"] for body in (*worker.seen.bodies, *other.seen.bodies)]
+        _turn(client, "What is it?", session)
+        _turn(client, "Somebody else")
+    bodies = [*worker.seen.bodies, *other.seen.bodies]
+    owners = {body["kv_transfer_params"]["kv_owner"] for body in bodies}
+    assert len(owners) == 2, "each session is an owner of its own"
     receipt = gateway.delete(f"/v1/sessions/{session}").json()["receipt"]
     for fake in (worker, other):
         (asked,) = fake.seen.forgotten
-        assert asked["cache_salt"] == worker.seen.bodies[0]["cache_salt"] != ""
-        assert asked["keep_tokens"] == [0] * 4
-        # Up to the beginning and up to the end of each reply.
-        assert list(asked["prompts"][::2]) == sorted(prompts, key=len)
-        lengths = [len(ids) for ids in asked["prompts"]]
-        assert lengths == sorted(lengths)
-        assert lengths[-1] == again.usage.total_tokens
+        assert asked["cache_salt"] == bodies[0]["cache_salt"] != ""
+        assert asked["owners"] == [bodies[0]["kv_transfer_params"]["kv_owner"]]
+        assert session not in asked["owners"][0]
     assert receipt["responses"] == 2
     assert [entry["worker"] for entry in receipt["kv"]] == [worker.url, other.url]
     assert {entry["status"] for entry in receipt["kv"]} == {"forgotten"}
     assert sum(entry["chunks"]["ram"] for entry in receipt["kv"]) == 2
+    assert [(entry["keys"], entry["pending"]) for entry in receipt["kv"]] == [(1, 0)] * 2
 
 
 def test_a_deleted_fork_leaves_what_the_living_still_say(
@@ -62,7 +62,8 @@ def test_a_deleted_fork_leaves_what_the_living_still_say(
     _turn(client, "Elsewhere", fork)
     assert gateway.delete(f"/v1/sessions/{fork}").json()["receipt"]["sessions"] == [fork]
     (asked,) = worker.seen.forgotten
-    assert asked["keep_tokens"] == [first.usage.total_tokens] * 2
+    of_first, of_fork = (body["kv_transfer_params"]["kv_owner"] for body in worker.seen.bodies)
+    assert asked["owners"] == [of_fork] != [of_first]
 
 
 def test_nothing_is_deleted_while_bytes_remain(
@@ -92,7 +93,7 @@ def test_a_worker_that_cannot_forget_is_in_the_receipt(
     session = _turn(client, "Hi").session_id
     worker.script.forget_status = 404
     receipt = gateway.delete(f"/v1/sessions/{session}").json()["receipt"]
-    assert receipt["kv"] == [{"worker": worker.url, "status": "not_supported", "chunks": None}]
+    assert receipt["kv"] == [{"worker": worker.url, "status": "not_supported"}]
 
 
 def test_deleting_a_response_forgets_it_too(client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker) -> None:
