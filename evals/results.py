@@ -76,7 +76,8 @@ class StaleGroup(Record):
     """One kind of probes: the candidate over the other version's KV against its own, on the tokens that follow.
 
     `kl` and `kl_p95` are in nats per token, mean and 95th percentile; `top1` is the share of tokens with the same
-    likeliest next token, `answer_agreement` the share of greedy answers that agree, None where the worker tells none.
+    likeliest next token, `answer_agreement` the share of greedy answers that is equal before the first difference, None
+    where nobody answers.
     """
 
     kind: str

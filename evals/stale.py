@@ -7,7 +7,8 @@ champion's, and the distributions of the next token are compared on the tokens t
 Probes are of two kinds, since what a version learned shows in other places than what it should not have touched:
 
 - conversations: two held-out conversations as one session. The first, with its answer, is the history whose KV is old;
-  the second, question and answer, follows.
+  the second, question and answer, follows. Besides, the candidate answers the second question itself, greedily, once
+  over each history; how far the two answers agree is told beside the divergence.
 - texts: the general texts of the perplexity guard. The first half is old; the second follows.
 
 The figure that decides is the worse of the two. Beside it stands the noise: the divergence between two ways of
@@ -22,6 +23,9 @@ from typing import Any, Protocol
 
 from evals.results import StaleGroup, StaleKV
 from evals.suites.base import Text
+
+ANSWER_TOKENS = 8
+"""Length of the greedy answers that are compared: short, since each token costs a step through the model."""
 
 
 class SessionText(Text, Protocol):
@@ -44,10 +48,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Probe:
-    """Token ids of which the first `prefix` are read from stored KV and the rest is computed."""
+    """Token ids of which the first `prefix` are read from stored KV and the rest is computed.
+
+    Those from `answer_start` on are an answer; None where nobody answers.
+    """
 
     token_ids: list[int]
     prefix: int
+    answer_start: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,13 @@ class DivergenceClient(Protocol):
     """The part of `serve.backends.client.CompletionsClient` that measuring needs."""
 
     async def divergence(
-        self, model: str, prompts: Sequence[Sequence[int]], prefixes: Sequence[int], versions: Sequence[str]
+        self,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        prefixes: Sequence[int],
+        versions: Sequence[str],
+        *,
+        answer_tokens: int,
     ) -> Mapping[str, Any]:
         """The worker's `POST /v1/kv/divergence`."""
         ...
@@ -91,8 +105,9 @@ def _session(text: SessionText, first: Conversation, then: Conversation) -> Prob
     history = text.first_turn(first.messages) + text.encode_plain(first.answer)
     said = [*first.messages, {"role": "assistant", "content": first.answer}]
     new = [message for message in then.messages if message["role"] not in ("system", "developer")]
-    follows = text.next_turn(said, new, history[-1]) + text.encode_plain(then.answer)
-    return Probe(history + follows, len(history))
+    question = text.next_turn(said, new, history[-1])
+    token_ids = history + question + text.encode_plain(then.answer)
+    return Probe(token_ids, len(history), len(history) + len(question))
 
 
 async def measure(
@@ -102,26 +117,34 @@ async def measure(
 
     There must be something to ask. `NotSupported` passes through for a worker of another kind.
     """
-    groups: dict[str, StaleGroup] = {}
+
+    async def ask(prompts: list[list[int]], chosen: Sequence[Probe], answer_tokens: int) -> Mapping[str, Any]:
+        prefixes = [probe.prefix for probe in chosen]
+        return await client.divergence(candidate, prompts, prefixes, [champion], answer_tokens=answer_tokens)
+
+    groups = []
     for kind, chosen in (("conversations", probes.conversations), ("texts", probes.texts)):
-        if chosen:
-            answer = await client.divergence(
-                candidate, [probe.token_ids for probe in chosen], [probe.prefix for probe in chosen], [champion]
-            )
-            groups[kind] = _group(kind, len(chosen), answer, champion)
-    worst = max(group.kl for group in groups.values())
+        if not chosen:
+            continue
+        compared = await ask([probe.token_ids for probe in chosen], chosen, 0)
+        questions = [probe.token_ids[: probe.answer_start] for probe in chosen if probe.answer_start is not None]
+        answered = await ask(questions, chosen, ANSWER_TOKENS) if questions else None
+        agreement = answered["versions"][champion]["answer_agreement"] if answered else None
+        groups.append(_group(kind, len(chosen), compared["versions"][champion], compared["noise"], agreement))
+    worst = max(group.kl for group in groups)
     return StaleKV(
         candidate=names[0],
         under=names[1],
-        groups=list(groups.values()),
+        groups=groups,
         kl=worst,
         threshold=threshold,
         allowed=worst < threshold,
     )
 
 
-def _group(kind: str, probes: int, answer: Mapping[str, Any], champion: str) -> StaleGroup:
-    stale, noise = answer["versions"][champion], answer["noise"]
+def _group(
+    kind: str, probes: int, stale: Mapping[str, Any], noise: Mapping[str, Any], agreement: float | None
+) -> StaleGroup:
     return StaleGroup(
         kind=kind,
         probes=probes,
@@ -129,6 +152,6 @@ def _group(kind: str, probes: int, answer: Mapping[str, Any], champion: str) -> 
         kl=float(stale["kl_mean"]),
         kl_p95=float(stale["kl_p95"]),
         top1=float(stale["top1"]),
-        answer_agreement=None if stale.get("answer_agreement") is None else float(stale["answer_agreement"]),
+        answer_agreement=agreement,
         noise_kl=float(noise["kl_mean"]),
     )

@@ -146,12 +146,14 @@ class CompletionsClient:
         prefixes: Sequence[int],
         versions: Sequence[str] = (),
         codecs: Sequence[str] = (),
+        answer_tokens: int = 0,
     ) -> Mapping[str, Any]:
         """How far the model's next-token distributions move when the first `prefixes` tokens of each prompt are read
-        from KV of another version or codec. Raises `NotSupported` for a worker without this endpoint."""
+        from KV of another version or codec, and how far greedy answers of `answer_tokens` agree. Raises `NotSupported`
+        for a worker without this endpoint."""
         body = {
             "model": model, "prompts": [list(ids) for ids in prompts], "prefixes": list(prefixes),
-            "versions": list(versions), "codecs": list(codecs),
+            "versions": list(versions), "codecs": list(codecs), "answer_tokens": answer_tokens,
         }  # fmt: skip
         try:
             return await self._post("/v1/kv/divergence", body)

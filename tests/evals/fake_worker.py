@@ -95,7 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             assert name == "base" or name in state.adapters, f"{name} is not resident"
         state.divergence.append(body)
         tokens = sum(len(ids) - prefix for ids, prefix in zip(body["prompts"], body["prefixes"], strict=True))
-        measured = {"kl_p95": 0.02, "top1": 0.97, "answer_agreement": 0.9, "tokens": tokens}
+        agreement = 0.9 if body["answer_tokens"] else None
+        measured = {"kl_p95": 0.02, "top1": 0.97, "answer_agreement": agreement, "tokens": tokens}
         versions = {name: measured | {"kl_mean": state.stale_kl / len(state.divergence)} for name in body["versions"]}
         noise = measured | {"kl_mean": 0.0016}
         self._send(200, {"object": "kv.divergence", "noise": noise, "codecs": {}, "versions": versions})

@@ -57,7 +57,7 @@ def test_a_conversation_follows_another_one_that_is_the_old_history() -> None:
 
 def test_half_of_a_text_is_old() -> None:
     (probe,) = build_probes(SessionText(), [], [[1, 2, 3, 4, 5], [1, 2]], most=5, room=100).texts
-    assert (probe.token_ids, probe.prefix) == ([1, 2, 3, 4, 5], 2)
+    assert (probe.token_ids, probe.prefix, probe.answer_start) == ([1, 2, 3, 4, 5], 2, None)
 
 
 def test_no_more_probes_than_asked_and_none_that_does_not_fit() -> None:
@@ -97,14 +97,21 @@ def job(model_dir: Path, tmp_path: Path, url: str) -> EvalJob:
 def test_the_candidate_is_measured_over_the_champions_kv(job: EvalJob, state: State, tmp_path: Path) -> None:
     result = evaluate(job)
     assert result.stale_kv is not None
-    conversations, texts = state.divergence
+    conversations, answers, texts = state.divergence
     loaded = state.loaded[-2:]
-    assert [(asked["versions"], asked["model"]) for asked in state.divergence] == [(loaded[:1], loaded[1])] * 2
+    assert [(asked["versions"], asked["model"]) for asked in state.divergence] == [(loaded[:1], loaded[1])] * 3
+    # The same histories and questions, with people's answer and with the candidate's own.
+    assert [asked["answer_tokens"] > 0 for asked in state.divergence] == [False, True, False]
+    assert answers["prefixes"] == conversations["prefixes"]
+    for question, whole in zip(answers["prompts"], conversations["prompts"], strict=True):
+        assert whole[: len(question)] == question != whole
     assert len(conversations["prompts"]) == len(texts["prompts"]) == SMALL.stale_probes
     assert all(0 < prefix < len(ids) for ids, prefix in zip(texts["prompts"], texts["prefixes"], strict=True))
     assert state.adapters == {}
     # The worse of the two kinds decides.
-    assert [(group.kind, group.kl) for group in result.stale_kv.groups] == [("conversations", 0.004), ("texts", 0.002)]
+    groups = result.stale_kv.groups
+    assert [(group.kind, group.kl) for group in groups] == [("conversations", 0.004), ("texts", 0.004 / 3)]
+    assert [group.answer_agreement for group in groups] == [0.9, None]
     assert (result.stale_kv.kl, result.stale_kv.allowed) == (0.004, True)
     assert (result.stale_kv.candidate, result.stale_kv.under) == ("v2", "v1")
 
