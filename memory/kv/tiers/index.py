@@ -236,9 +236,10 @@ class Index:
         query = "SELECT key, bytes, tier FROM chunks WHERE key > ? AND state = 'stored' ORDER BY key LIMIT ?"
         return [Place(*row) for row in self._read(query, (key, limit))]
 
-    def entered(self, first: bytes, last: bytes) -> set[bytes]:
-        """The keys from `first` to `last`, both included, in whatever tier and state."""
-        return {row[0] for row in self._read("SELECT key FROM chunks WHERE key BETWEEN ? AND ?", (first, last))}
+    def entered(self, first: bytes, last: bytes, tier: Tier = "disk") -> set[bytes]:
+        """The keys of a tier from `first` to `last`, both included, in whatever state."""
+        query = "SELECT key FROM chunks WHERE key BETWEEN ? AND ? AND tier = ?"
+        return {row[0] for row in self._read(query, (first, last, tier))}
 
     def keys(self, tier: Tier = "disk") -> dict[bytes, int]:
         """All keys of a tier, with the size of each one's file. Reads the whole index."""

@@ -231,9 +231,9 @@ class RemoteTier:
         self._index().note(LISTED, b"%d" % time.time())
         return True
 
-    def was_listed(self) -> bool:
-        """Whether `reconcile` has come to its end since the index was built."""
-        return self._index().fact(LISTED) is not None
+    def listed_at(self) -> float:
+        """When `reconcile` last came to its end; 0 where it has not since the index was built."""
+        return float(self._index().fact(LISTED) or 0)
 
     def _list(self) -> dict[bytes, int]:
         found = self._call(_list_all, self._files, self._root, seconds=LIST_SECONDS)

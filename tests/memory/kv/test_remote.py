@@ -258,9 +258,9 @@ def test_the_index_is_made_again_from_the_listing(home: Home) -> None:
     before = home.index.rows([key(number) for number in range(5)])
     home.index.close()
     home.index = Index.build(home.folder / "index.db", ())
-    assert not home.remote.was_listed()
+    assert home.remote.listed_at() == 0
     assert home.remote.reconcile(anybody, nothing_stops)
-    assert home.remote.was_listed()
+    assert home.remote.listed_at() > 0
     after = home.index.rows([key(number) for number in range(5)])
     assert {name: entered.tier for name, entered in after.items()} == dict.fromkeys(before, "remote")
     assert home.remote.stats().bytes == 5 * SIZE
@@ -294,7 +294,7 @@ def test_reconciling_stops_when_it_is_told_to(home: Home) -> None:
     home.put(1)
     home.index.remove([key(1)])
     assert not home.remote.reconcile(anybody, lambda: True)
-    assert not home.remote.was_listed()
+    assert home.remote.listed_at() == 0
 
 
 def test_uploads_that_are_under_way_are_not_adopted(home: Home) -> None:
