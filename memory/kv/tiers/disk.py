@@ -94,16 +94,19 @@ class DiskTier:
     # opening and mending
 
     def _open(self) -> Index:
-        """The folder's index, made to agree with its files; one in memory where the folder cannot be written to."""
+        """The folder's index, made to agree with its files; as it is, or in memory, where nothing can be written."""
         try:
             self.folder.prepare()
+            self.keys.open()
             with self.exclusive():
-                self.keys.open()
                 return self._open_index()
         except (OSError, sqlite3.Error) as error:
             self._counters.add("write_errors")
             self._trouble.failed(error)
-        return index_in_memory(self.folder, self._counters)
+        try:
+            return Index(self.folder.index)  # another process holds the lock: its index can be read
+        except (OSError, sqlite3.Error):
+            return index_in_memory(self.folder, self._counters)
 
     def _open_index(self) -> Index:
         index = open_index(self.folder, self._counters)
@@ -120,8 +123,8 @@ class DiskTier:
             if not self._damaged and self.index.is_current():
                 return
             self.folder.prepare()
+            self.keys.open()
             with self.exclusive():
-                self.keys.open()
                 if self._damaged and self.index.is_current():
                     self.index.close()
                     discard_index(self.folder, self._counters, "found while reading")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memory.kv.chunk import BadChunk, ChunkHeader, Cipher, NoKey, open_chunk, read_header, verify_chunk
+from memory.kv.chunk import BadChunk, ChunkHeader, Cipher, open_chunk, read_header, verify_chunk
 from memory.kv.codec.base import Codec, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import Fidelity, at_least
@@ -113,10 +113,8 @@ class ChunkReader:
         def accept_and_find(header: ChunkHeader) -> None:
             nonlocal cipher
             accept(header)
-            if header.encrypted:
+            if header.encrypted:  # without a key the file is read all the same: is it locked, or its header bad?
                 cipher = find(header.owner)
-                if cipher is None:
-                    raise NoKey
 
         if data is None:
             data = self._folder.read(key, accept_and_find)

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.kv.identity import LAYOUT, KVIdentity
+from memory.kv.identity import LAYOUT, KVIdentity, key_of, owner_id, pack_ids, prefix_digests
 from memory.kv.settings import KVSettings
 from memory.kv.store import KVStore
+from memory.kv.tiers.base import ChunkData
 
 CHUNK = 32
-SETTINGS = KVSettings(chunk_tokens=CHUNK, min_tokens=4, disk_reserve_bytes=0, retry_seconds=0.0, lock_seconds=20.0)
+SETTINGS = KVSettings(
+    chunk_tokens=CHUNK, min_tokens=4, disk_reserve_bytes=0, retry_seconds=0.0, lock_seconds=20.0, upkeep_seconds=0.0
+)
 
 
 def identity(**changes: Any) -> KVIdentity:
@@ -49,6 +52,34 @@ def kv_of(ids: list[int], of: KVIdentity | None = None) -> NDArray[Any]:
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(multiplier)
     mixed ^= mixed >> np.uint64(31)
     return np.ascontiguousarray(mixed.astype(f"<u{of.dtype.itemsize}")).view(of.dtype)
+
+
+def chunk_data(
+    parent: bytes, ids: list[int], kv: NDArray[Any], of: KVIdentity | None = None, **changes: Any
+) -> ChunkData:
+    """A chunk in memory, as the store hands it to its tiers."""
+    of = of or identity()
+    packed = pack_ids(ids)
+    fields: dict[str, Any] = {
+        "key": key_of(parent, packed, of.digest()),
+        "parent": parent,
+        "identity": of.digest(),
+        "model": of.model_digest(),
+        "band": of.band,
+        "weights_id": of.weights_id,
+        "tenant_secret": of.tenant_secret,
+        "owner": owner_id(of.tenant_secret, ""),
+        "start": 0,
+        "ids": packed,
+        "prefix": prefix_digests(parent, packed, of.digest()),
+        "kv_dtype": of.kv_dtype,
+        "kv": kv,
+        "fidelity": "exact",
+        "follows": 0,
+        "expires": 0.0,
+        "stamp": 0.0,
+    }
+    return ChunkData(**(fields | changes))
 
 
 def open_store(folder: Path, **changes: Any) -> KVStore:

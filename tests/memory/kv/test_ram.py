@@ -6,19 +6,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory.kv.identity import Chain, key_of
+from memory.kv.fidelity import RUNGS, Fidelity
+from memory.kv.identity import Chain
 from memory.kv.tiers.base import ChunkData
 from memory.kv.tiers.ram import RamTier
-from tests.memory.kv.common import identity, prompt
+from tests.memory.kv.common import chunk_data, identity, prompt
 
 BUDGET = 1000
 
 
-def chunk(parent: bytes, seed: int, tokens: int, stamp: float) -> ChunkData:
-    ids = np.array(prompt(tokens, seed=seed), "<u4")
-    digest = identity().digest()
-    kv = np.zeros((1, 2, 1, tokens, 1), np.uint16)
-    return ChunkData(key_of(parent, ids, digest), parent, digest, 0, ids, "bfloat16", kv, stamp)
+def chunk(parent: bytes, seed: int, tokens: int, stamp: float, fidelity: Fidelity = "exact") -> ChunkData:
+    of = identity(layers=1, kv_heads=1, head_dim=1)
+    kv = np.zeros(of.shape(tokens), np.uint16)
+    return chunk_data(parent, prompt(tokens, seed=seed), kv, of=of, stamp=stamp, fidelity=fidelity)
 
 
 OPERATIONS = st.lists(
