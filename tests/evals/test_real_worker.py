@@ -46,7 +46,8 @@ def test_a_whole_evaluation_with_its_own_worker(tiny_model_dir: Path, tmp_path: 
         model_dir=tiny_model_dir,
         heldout=write_heldout(tmp_path / "heldout.jsonl", 10),
         candidate=EvalModel(name="v2", adapter=make_adapter(tmp_path / "adapter")),
-        settings=EvalSettings(knowledge_questions=10),
+        reuse_max_kl=1.0,
+        settings=EvalSettings(knowledge_questions=10, stale_probes=3),
     )
     result = evaluate(job)
     base, candidate = result.models
@@ -57,6 +58,13 @@ def test_a_whole_evaluation_with_its_own_worker(tiny_model_dir: Path, tmp_path: 
     assert base.suite("perplexity").mean == pytest.approx(-np.log(49152), abs=1.0)
     assert abs(result.perplexity_ratio("v2") - 1.0) > 1e-4
     assert candidate.generated_tokens > 0
+    stale = result.stale_kv
+    assert stale is not None
+    assert [(group.kind, group.probes) for group in stale.groups] == [("conversations", 3), ("texts", 3)]
+    # The random adapter moves every layer's output, so KV of the base is no longer what it would compute itself.
+    assert all(group.noise_kl < group.kl < group.kl_p95 for group in stale.groups)
+    assert stale.kl == max(group.kl for group in stale.groups)
+    assert stale.allowed == (stale.kl < 1.0)
     decision = judge(result, GateSettings())
     assert decision.verdict != "pass"
     report.write(result, decision, tmp_path / "report")
