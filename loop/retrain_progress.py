@@ -80,5 +80,6 @@ def retrain_with_progress(
             config.evals,
             config.gate,
             both,
+            reuse_max_kl=config.gateway.reuse_max_kl,
         )
         return retrain.run(trigger, force=force)
