@@ -15,7 +15,6 @@ Methods raise `sqlite3.Error` and `OSError` where the file fails.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import secrets
 import sqlite3
@@ -100,7 +99,7 @@ def _read_master(path: Path) -> bytes:
 def _decoded(text: str, where: str) -> bytes:
     try:
         key = base64.b64decode(text.strip(), validate=True)
-    except binascii.Error:
+    except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
         raise KeyringError(f"{where} does not hold base64 of {KEY_BYTES} bytes: `openssl rand -base64 32` makes one")
