@@ -6,7 +6,8 @@ Invariants:
 - A rung is used only where it is trusted: its error was measured for the model whose KV it is, and is small enough.
 - Fidelity only falls here: a chunk that was coded twice is as good as the worse of the two codings. It climbs when
   its KV is computed again from its tokens and saved.
-- A chunk moves at most one rung in a step, and never while it is in use: what came back up a moment ago stays.
+- A chunk moves at most once in a step, for want of room by one rung, and never while it is in use: what came back up
+  a moment ago stays.
 - Moving changes neither the key nor the last use, nor what a file's expiry or owner is.
 """
 

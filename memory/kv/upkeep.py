@@ -26,7 +26,6 @@ from memory.kv.offload import Offload
 from memory.kv.scrub import Scrubbed, Scrubber
 from memory.kv.settings import KVSettings
 from memory.kv.tiers.disk import DiskTier
-from memory.kv.tiers.remote import RemoteTier
 
 logger = logging.getLogger(__name__)
 LOCK_NAME = "upkeep.lock"
@@ -63,19 +62,17 @@ class Upkeep:
         settings: KVSettings,
         records: FidelityRecords,
         counters: Counters,
-        remote: RemoteTier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._disk = disk
         self._settings = settings
-        self._counters = counters
-        self._remote = remote
+        self._remote = disk.remote
         self._clock = clock
         self._stop = threading.Event()
         stopped = self._stop.is_set
         self._ladder = Ladder(disk, settings, records, stopped, clock)
         self._scrubber = Scrubber(disk, counters, settings.disk_bytes, stopped, clock)
-        self._offload = Offload(disk, remote, stopped) if remote is not None else None
+        self._offload = Offload(disk, disk.remote, stopped) if disk.remote is not None else None
         self._lock: int | None = None
         self._working = threading.Lock()
         self._failing: dict[str, str] = {}
@@ -90,8 +87,10 @@ class Upkeep:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and lets another process work."""
+        """Ends the thread and lets another process work. The remote tier is closed, so that nothing waits for it."""
         self._stop.set()
+        if self._remote is not None:
+            self._remote.close()
         if self._thread is not None:
             self._thread.join(5.0)
             if self._thread.is_alive():
@@ -162,14 +161,8 @@ class Upkeep:
     def _expire(self) -> None:
         """Deletes what may not be handed out any more."""
         while keys := self._disk.index.expired(self._clock(), STEP_CHUNKS):
-            rows = self._disk.index.rows(keys)
-            away = [key for key, row in rows.items() if row.tier == "remote"]
-            gone = self._disk.drop(key for key in keys if key not in set(away))
-            if away and self._remote is not None:
-                self._remote.forget(away)
-                gone += len(away)
+            gone = self._disk.drop(keys)
             self._expired += gone
-            self._counters.add("expired", gone)
             if self._stop.is_set() or not gone:
                 return
 
