@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.backends.base import NotSupported, WorkerError, WorkerUnavailable
@@ -12,6 +13,9 @@ from serve.gateway.errors import unavailable
 from serve.gateway.logs import event
 
 Json = dict[str, Any]
+_AT_ONCE = 10_000
+# What a worker counts that is no chunk that went: keys destroyed, and objects that a remote could not delete yet.
+_NOT_CHUNKS = ("keys", "remote_waiting")
 
 
 async def forget(router: Router, owners: Sequence[str], cache_salt: str) -> list[Json]:
@@ -22,9 +26,11 @@ async def forget(router: Router, owners: Sequence[str], cache_salt: str) -> list
 
     async def ask(worker: Worker) -> Json:
         told: Json = {"worker": worker.url, "status": "forgotten"}
+        account: Counter[str] = Counter()
         try:
-            account = await worker.client.forget(owners, cache_salt)
-            told |= {name: value for name, value in account.items() if name != "object"}
+            for some in (owners[at : at + _AT_ONCE] for at in range(0, len(owners), _AT_ONCE)):
+                account.update(_counts(await worker.client.forget(some, cache_salt)))
+            told |= _shown(account)
         except NotSupported:
             told["status"] = "not_supported"
         except WorkerUnavailable:
@@ -39,3 +45,12 @@ async def forget(router: Router, owners: Sequence[str], cache_salt: str) -> list
     if "failed" in states or ("unreachable" in states and "forgotten" not in states):
         raise unavailable("KV memory could not be made to forget, so nothing was deleted: try again.")
     return list(told)
+
+
+def _counts(account: Mapping[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in account.items() if isinstance(value, int)}
+
+
+def _shown(account: Mapping[str, int]) -> Json:
+    chunks = {name: count for name, count in account.items() if name not in _NOT_CHUNKS}
+    return {name: account.get(name, 0) for name in _NOT_CHUNKS} | {"chunks": chunks}

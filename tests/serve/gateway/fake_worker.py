@@ -176,9 +176,8 @@ class FakeWorker:
             for entry in doomed:
                 known.remove(entry)
             gone += len(doomed)
-        return JSONResponse(
-            {"object": "kv.forgotten", "keys": len(body["owners"]), "chunks": {"ram": gone, "disk": 0}, "pending": 0}
-        )
+        counts = {"keys": len(body["owners"]), "ram": gone, "waiting": 0, "disk": 0, "remote": 0, "remote_waiting": 2}
+        return JSONResponse({"object": "kv.forgotten", **counts, "quarantined": 0})
 
     async def _metrics(self, request: Request) -> Response:
         running = f"kvloop_worker_running_sequences {float(self.script.running)}"
@@ -196,16 +195,15 @@ class FakeWorker:
         if body.get("prompt_logprobs") is not None:
             return JSONResponse({"choices": self._scores(body, weights), "usage": _no_usage()})
         if body.get("max_tokens") == 0:
-            return await self._prefill(body, weights)
+            return await self._prefill(request, body, weights)
         return StreamingResponse(self._stream(body, weights), media_type="text/event-stream")
 
-    async def _prefill(self, body: dict[str, Any], weights: str) -> Response:
-        try:
-            while self.script.prefill_gate is not None and not self.script.prefill_gate.is_set():
-                await asyncio.sleep(0.005)
-        except asyncio.CancelledError:
-            self.seen.aborted += 1
-            raise
+    async def _prefill(self, request: Request, body: dict[str, Any], weights: str) -> Response:
+        while self.script.prefill_gate is not None and not self.script.prefill_gate.is_set():
+            if await request.is_disconnected():
+                self.seen.aborted += 1
+                return PlainTextResponse("nobody reads it", 499)
+            await asyncio.sleep(0.005)
         if self.script.prefill_status != 200:
             return _error(self.script.prefill_status, "as scripted")
         cached = self._reused(body, weights)

@@ -51,7 +51,8 @@ def test_every_worker_forgets_the_session_and_nobody_else(
     assert [entry["worker"] for entry in receipt["kv"]] == [worker.url, other.url]
     assert {entry["status"] for entry in receipt["kv"]} == {"forgotten"}
     assert sum(entry["chunks"]["ram"] for entry in receipt["kv"]) == 2
-    assert [(entry["keys"], entry["pending"]) for entry in receipt["kv"]] == [(1, 0)] * 2
+    assert [(entry["keys"], entry["remote_waiting"]) for entry in receipt["kv"]] == [(1, 2)] * 2
+    assert all(entry["chunks"].keys() == {"ram", "waiting", "disk", "remote", "quarantined"} for entry in receipt["kv"])
 
 
 def test_a_deleted_fork_leaves_what_the_living_still_say(
