@@ -97,7 +97,7 @@ class Scrubber:
         begun = float(self._disk.index.fact(BEGUN) or 0)
         if begun <= self._clock() < begun + PASS_SECONDS:
             return False
-        self._disk.index.note(BEGUN, b"%.0f" % self._clock())
+        self._disk.index.note(BEGUN, b"%d" % self._clock())
         return True
 
     def after_boot(self) -> None:
