@@ -9,13 +9,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 import memory.journal.migrations
 from memory.journal import Journal, JournalError, SchemaTooNew
 from memory.journal.tables import metadata
+from tests.memory.journal.conftest import turn
 
 
 def test_the_newest_schema_is_the_tables(journal: Journal, url: str) -> None:
@@ -38,6 +41,34 @@ def test_reopening_changes_nothing(url: str) -> None:
     with Journal.open(url) as second:
         assert second.get_session("acme", session.id) == session
         second.ping()
+
+
+def test_sessions_of_the_first_schema_are_taken_along(url: str) -> None:
+    engine = create_engine(url)
+    config = Config()
+    config.set_main_option("script_location", str(Path(next(iter(memory.journal.migrations.__path__)))))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(
+            text(
+                "INSERT INTO sessions (tenant, id, split, created_at, updated_at, metadata) "
+                "VALUES ('acme', 'old', 'train', 1, 2, '{}')"
+            )
+        )
+    engine.dispose()
+    with Journal.open(url) as journal:
+        session = journal.get_session("acme", "old")
+        assert (session.memory_ids, session.version, session.expires_at) == ((), None, None)
+        assert journal.add_response(turn("old", None)).session_id == "old"
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0001")
+        columns = {row.name for row in connection.execute(text("PRAGMA table_info(sessions)"))}
+        assert not columns & {"memory_ids", "version", "expires_at"}
+        assert connection.execute(text("SELECT id FROM sessions")).scalar() == "old"
+    engine.dispose()
 
 
 def test_a_newer_schema_is_refused(journal: Journal, url: str) -> None:
