@@ -6,6 +6,7 @@ Bounded, and never more than a hint: a chunk that was evicted by another process
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable
 
 from memory.kv.fidelity import Fidelity, at_least
@@ -19,20 +20,20 @@ class Known:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: dict[bytes, tuple[Fidelity, bytes]] = {}
+        self._chunks: dict[bytes, tuple[Fidelity, bytes, float]] = {}
         self._shares: dict[tuple[bytes, bytes], None] = {}
 
     def has(self, key: bytes, least: Fidelity) -> bool:
         """Whether the chunk is known to be stored at least that exact."""
         with self._lock:
             known = self._chunks.get(key)
-        return known is not None and at_least(known[0], least)
+        return known is not None and at_least(known[0], least) and not 0 < known[2] <= time.time()
 
-    def learn(self, chunks: Iterable[tuple[bytes, Fidelity, bytes]]) -> None:
-        """Notes key, fidelity and owner of chunks that are stored."""
+    def learn(self, chunks: Iterable[tuple[bytes, Fidelity, bytes, float]]) -> None:
+        """Notes key, fidelity, owner and expiry of chunks that are stored."""
         with self._lock:
-            for key, fidelity, owner in chunks:
-                self._chunks[key] = fidelity, owner
+            for key, fidelity, owner, expires in chunks:
+                self._chunks[key] = fidelity, owner, expires
             while len(self._chunks) > KNOWN_KEYS:
                 del self._chunks[next(iter(self._chunks))]
 

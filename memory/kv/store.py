@@ -36,6 +36,7 @@ from memory.kv.stats import KVStats
 from memory.kv.tiers.base import ChunkData, Holding, Lookup, TierName, TierStats
 from memory.kv.tiers.disk import DiskTier
 from memory.kv.tiers.ram import RamTier
+from memory.kv.upkeep import Upkeep
 from memory.kv.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class KVStore:
         self._ram = RamTier(settings.ram_bytes)
         self._disk: DiskTier | None = None
         self._writer: Writer | None = None
+        self.upkeep: Upkeep | None = None
         self._tiers: list[Lookup] = [self._ram]
         self._known = Known()  # what is on disk, so that `save` need not ask the index
         self._closed = False
@@ -79,6 +81,8 @@ class KVStore:
                 self._disk.write, self._disk.touch, self._written, settings.queue_bytes, settings.writer_nice
             )
             self._tiers += [self._writer, self._disk]
+            self.upkeep = Upkeep(self._disk, settings, self.fidelity, self._counters)
+            self.upkeep.start()
 
     def __enter__(self) -> KVStore:
         return self
@@ -99,7 +103,8 @@ class KVStore:
         chain = Chain(identity, token_ids, self.settings.chunk_tokens)
         match = find_prefix(chain, self._tiers, self.settings.min_tokens, least)
         self._counters.add("hits" if match.chunks else "misses")
-        self._known.learn((chunk.key, chunk.fidelity, chunk.owner) for chunk in match.chunks if chunk.tier == "disk")
+        durable = [chunk for chunk in match.chunks if chunk.tier != "ram"]
+        self._known.learn((chunk.key, chunk.fidelity, chunk.owner, chunk.expires) for chunk in durable)
         missing = {*chain.keys, chain.tail_key(len(chain.keys), len(chain.ids) % chain.chunk_tokens)}
         self._known.unlearn(missing.difference(chunk.key for chunk in match.chunks))
         return match
@@ -273,7 +278,7 @@ class KVStore:
         return waiting is not None and at_least(waiting.fidelity, fidelity)
 
     def _written(self, chunk: ChunkData) -> None:
-        self._known.learn([(chunk.key, worse(chunk.fidelity, self.settings.codec), chunk.owner)])
+        self._known.learn([(chunk.key, worse(chunk.fidelity, self.settings.codec), chunk.owner, chunk.expires)])
 
     # upkeep
 
@@ -288,6 +293,8 @@ class KVStore:
         self._closed = True
         if self._writer is not None and not self._writer.close(CLOSE_SECONDS):
             logger.warning("KV memory was closed with chunks still to write")
+        if self.upkeep is not None:
+            self.upkeep.close()
         self._pool.shutdown()
         if self._disk is not None:
             self._disk.close()

@@ -53,7 +53,7 @@ class Writer:
         """Takes a chunk to write; False where the queue is full or closed."""
         with self._changed:
             before = self._chunks.get(chunk.key)
-            if before is not None and at_least(before.fidelity, chunk.fidelity):
+            if before is not None and at_least(before.fidelity, chunk.fidelity) and not before.expired(time.time()):
                 return True
             if self._closing or self._bytes + chunk.kv.nbytes > self._queue_bytes:
                 return False
@@ -71,9 +71,10 @@ class Writer:
             self._changed.notify_all()
 
     def get(self, key: bytes) -> ChunkData | None:
-        """The chunk, if it still waits."""
+        """The chunk, if it still waits and has not expired."""
         with self._changed:
-            return self._chunks.get(key)
+            chunk = self._chunks.get(key)
+        return None if chunk is None or chunk.expired(time.time()) else chunk
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """Those of `keys` that still wait. See `Lookup.find`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,18 +33,21 @@ def file_of(store: KVStore, folder: Path, number: int) -> Path:
 
 
 def places(size: int) -> list[int]:
-    """Bits to flip: every bit of the header, and 200 random ones behind it."""
-    random = np.random.default_rng(0).integers(HEADER_BYTES * 8, size * 8, 200)
-    return [*range(HEADER_BYTES * 8), *(int(place) for place in random)]
+    """Bits to flip: every bit of the header and the prefix digests, and 1,000 random ones behind them."""
+    head = HEADER_BYTES + CHUNK // 2
+    random = np.random.default_rng(0).integers(head * 8, size * 8, 1000)
+    return [*range(head * 8), *(int(place) for place in random)]
 
 
-def test_no_flipped_bit_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encryption", [True, False])
+def test_no_flipped_bit_is_accepted(tmp_path: Path, encryption: bool) -> None:
     ids = prompt(CHUNK)
-    with open_store(tmp_path, ram_bytes=0, load_threads=1, quarantine_bytes=0) as store:
+    with open_store(tmp_path, ram_bytes=0, load_threads=1, quarantine_bytes=0, encryption=encryption) as store:
         store.save(identity(), ids, kv_of(ids))
         assert store.flush(20)
         [path] = tmp_path.rglob("*.kv")
         whole = path.read_bytes()
+        assert (whole[248:260] != bytes(12)) == encryption
         match = store.match(identity(), ids)
         out = np.zeros(identity().shape(CHUNK), np.uint16)
         flips = places(len(whole))
@@ -164,14 +168,69 @@ def test_the_quarantine_is_bounded(folder: Path) -> None:
         assert sum(path.stat().st_size for path in (folder / "quarantine").iterdir()) <= 20_000
 
 
-def test_what_a_killed_writer_left_is_cleared_away(folder: Path) -> None:
+def entered_as_writing(folder: Path, path: Path) -> None:
+    """The index as a writer leaves it that is killed before it has marked its chunk as stored."""
+    index = sqlite3.connect(folder / "index.db")
+    changed = index.execute("UPDATE chunks SET state = 'writing' WHERE key = ?", (bytes.fromhex(path.stem),)).rowcount
+    index.commit()
+    index.close()
+    assert changed == 1
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_what_a_killed_writer_left_is_settled(folder: Path, renamed: bool) -> None:
+    with open_store(folder) as store:
+        path = file_of(store, folder, 2)
+    leftover = path.with_name(f".{path.name}.1.abcd.tmp")
+    leftover.write_bytes(b"half a chunk")
+    entered_as_writing(folder, path)
+    if not renamed:
+        path.unlink()
+    with open_store(folder) as store:
+        assert not leftover.exists()
+        assert restore(store, IDS) == (4 if renamed else 2) * CHUNK
+        assert store.stats().disk.bytes == sum(file.stat().st_size for file in folder.rglob("*.kv"))
+        assert store.stats().lost == store.stats().quarantined == 0
+        store.save(identity(), IDS, kv_of(IDS))
+        assert store.flush(20)
+        assert restore(store, IDS) == 4 * CHUNK
+
+
+def test_half_a_file_where_a_chunk_was_being_written(folder: Path) -> None:
+    with open_store(folder) as store:
+        path = file_of(store, folder, 2)
+    path.write_bytes(path.read_bytes()[:-100])
+    entered_as_writing(folder, path)
+    with open_store(folder) as store:
+        assert restore(store, IDS) == 2 * CHUNK
+        assert store.stats().quarantined == 1
+
+
+def test_leftovers_are_cleared_away_with_a_lost_index(folder: Path) -> None:
     with open_store(folder) as store:
         path = file_of(store, folder, 0)
     leftover = path.with_name(f".{path.name}.1.abcd.tmp")
     leftover.write_bytes(b"half a chunk")
+    (folder / "index.db").unlink()
     with open_store(folder) as store:
         assert not leftover.exists()
         assert restore(store, IDS) == 4 * CHUNK
+
+
+def test_files_of_the_earlier_format_are_deleted_and_not_kept_aside(folder: Path) -> None:
+    with open_store(folder) as store:
+        paths = [file_of(store, folder, number) for number in range(4)]
+    for path in paths[1:3]:
+        path.write_bytes(path.read_bytes()[:8] + (1).to_bytes(4, "little") + path.read_bytes()[12:])
+    (folder / "index.db").unlink()
+    with open_store(folder) as store:
+        assert [path.exists() for path in paths] == [True, False, False, True]
+        assert restore(store, IDS) == CHUNK
+        paths[0].write_bytes(paths[0].read_bytes()[:8] + (1).to_bytes(4, "little") + bytes(500))
+        assert restore(store, IDS) == 0
+        assert not paths[0].exists()
+        assert store.stats().quarantined == 0
+        assert not list((folder / "quarantine").iterdir())
 
 
 def test_a_file_nobody_may_read_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

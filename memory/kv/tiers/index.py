@@ -83,7 +83,8 @@ class Index:
         try:
             if path is None:
                 _create(self._writer, ())
-            self._prepare()
+            with _telling_damage():
+                self._prepare()
             if path is not None:
                 self._reader, self._read_lock = connect(path, READ_TIMEOUT), threading.RLock()
             self._inode = path.stat().st_ino if path else 0
@@ -315,12 +316,12 @@ class Index:
             writer.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
     def _read(self, query: str, values: Sequence[Any]) -> list[Any]:
-        with self._read_lock:
+        with self._read_lock, _telling_damage():
             return self._reader.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._write_lock:
+        with self._write_lock, _telling_damage():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -329,6 +330,15 @@ class Index:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
                 raise
+
+
+@contextmanager
+def _telling_damage() -> Iterator[None]:
+    """What SQLite says of a damaged file may hold bytes of it, which are not text: then that is the error raised."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise IndexDamaged("the index holds text that is none") from error
 
 
 def _create(connection: sqlite3.Connection, rows: Iterable[Row]) -> None:

@@ -31,9 +31,16 @@ class RamTier:
         self.evictions = 0
 
     def get(self, key: bytes) -> ChunkData | None:
-        """The chunk, or None. Does not count as a use."""
+        """The chunk, or None; one that has expired leaves. Does not count as a use."""
         with self._lock:
-            return self._chunks.get(key)
+            return self._live(key)
+
+    def _live(self, key: bytes) -> ChunkData | None:
+        chunk = self._chunks.get(key)
+        if chunk is not None and chunk.expired(time.time()):
+            self._remove(key)
+            return None
+        return chunk
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """Those of `keys` that are here. See `Lookup.find`."""
@@ -55,7 +62,7 @@ class RamTier:
     def put(self, chunk: ChunkData) -> bool:
         """Takes the chunk in, in the place of one less exact; False where what it would drive out is worth as much."""
         with self._lock:
-            before = self._chunks.get(chunk.key)
+            before = self._live(chunk.key)
             if before is not None and at_least(before.fidelity, chunk.fidelity):
                 return True
             if before is not None:
