@@ -24,6 +24,7 @@ class Running:
 
     def __init__(self, home: Path, model: Path, *settings: str) -> None:
         self.home = home
+        self.model = model
         self.gateway_port, self.worker_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.gateway_port}"
         self._settings = (

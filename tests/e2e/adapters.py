@@ -17,8 +17,8 @@ PROBES = 3
 PROBE_TOKENS = 24
 
 
-def make_adapter(folder: Path, model_dir: Path, seed: int) -> Path:
-    """A random LoRA with a manifest that tells the truth about it."""
+def make_adapter(folder: Path, model_dir: Path, seed: int, **settings: Any) -> Path:
+    """A random LoRA with a manifest that tells the truth about it. `settings` are PEFT's."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -26,7 +26,7 @@ def make_adapter(folder: Path, model_dir: Path, seed: int) -> Path:
     from train import manifest
     from train.packing import Row
 
-    build_adapter(folder, model_dir, seed)
+    build_adapter(folder, model_dir, seed, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from peft import PeftModel
