@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serve.backends.base import NotSupported, WorkerError, WorkerUnavailable
 from serve.backends.router import Router, Worker
-from serve.gateway.errors import unavailable
+from serve.gateway.errors import ApiError, unavailable
 from serve.gateway.logs import event
 
 Json = dict[str, Any]
@@ -45,6 +46,32 @@ async def forget(router: Router, owners: Sequence[str], cache_salt: str) -> list
     if "failed" in states or ("unreachable" in states and "forgotten" not in states):
         raise unavailable("KV memory could not be made to forget, so nothing was deleted: try again.")
     return list(told)
+
+
+class Abandoned:
+    """Forgets what was stored for sessions that never came to be: nobody could name them to delete them. Lives in the
+    gateway's event loop. Best effort: where no worker answers, their KV lasts until its room is needed."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def forget(self, owner: str, cache_salt: str) -> None:
+        """Has an owner forgotten soon."""
+        task = asyncio.get_running_loop().create_task(self._forget(owner, cache_salt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _forget(self, owner: str, cache_salt: str) -> None:
+        try:
+            await forget(self._router, [owner], cache_salt)
+        except ApiError as error:
+            event("an abandoned turn was not forgotten", level=logging.WARNING, reason=error.message)
 
 
 def _counts(account: Mapping[str, Any]) -> dict[str, int]:

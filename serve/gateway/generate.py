@@ -64,6 +64,8 @@ class Generation:
         self._kv_owner = kv_owner
         self._first_token: float | None = None
         self._given_out = False
+        self.asked = False
+        """Whether a worker was asked, and so may have stored something."""
         self.choices: list[ChoiceOutput] = []
         self.usage = Usage(len(plan.prompt), 0, 0)
 
@@ -86,6 +88,7 @@ class Generation:
             try:
                 worker = await self._router.choose(self._plan.session_id, deadline)
                 await self._ensure(worker)
+                self.asked = True
                 async with (
                     worker.busy(),
                     aclosing(worker.client.stream(self._request())) as events,

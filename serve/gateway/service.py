@@ -19,6 +19,7 @@ from serve.backends.router import Router
 from serve.gateway.auth import Auth
 from serve.gateway.bodies import Sampling as SamplingBody
 from serve.gateway.errors import ApiError, invalid
+from serve.gateway.forget import Abandoned
 from serve.gateway.generate import Generation, Sampling, check_length
 from serve.gateway.logs import event
 from serve.gateway.metrics import Metrics
@@ -50,6 +51,7 @@ class Gateway:
     prefetch: Prefetch
     queue: RefreshQueue
     refresher: Refresher
+    abandoned: Abandoned
 
     @property
     def context_length(self) -> int:
@@ -85,7 +87,12 @@ class Gateway:
             self.metrics.turns.labels(plan.found).inc()
             with self.versions.pinned(version):
                 waited = await self.prefetch.ready(plan.memory, version) if plan.memory and asked.store else 0
-                yield Turn(self, plan, version, generation, n, follows=follows, memory_computed=waited)
+                turn = Turn(self, plan, version, generation, n, follows=follows, memory_computed=waited)
+                try:
+                    yield turn
+                finally:
+                    if plan.create and generation.asked and not turn.committed:
+                        self.abandoned.forget(self._owner(plan), self.auth.cache_salt(asked.tenant))
         finally:
             self.turns.release(plan)
 
@@ -108,6 +115,7 @@ class Turn:
         self.plan = plan
         self._follows = follows
         self._memory_computed = memory_computed
+        self.committed = False
         self.version = version
         self.created = time.time()
         self._gateway = gateway
@@ -164,6 +172,7 @@ class Turn:
             key = self._gateway.versions.key(self.version)
             turns, moves_to = self._gateway.turns, key if self._follows else None
             await self._gateway.threads.run(turns.commit, self.plan, replies, moves_to)
+            self.committed = True
             if moves_to is not None and self.plan.origin is not None and self.plan.origin.version not in (None, key):
                 metrics.flips.labels("turn").inc()
             await self._climb()
@@ -226,13 +235,15 @@ async def open_gateway(settings: GatewaySettings) -> Gateway:
     queue = RefreshQueue(settings, journal, threads, versions, metrics, codec.digest)
     refresher = Refresher(settings, journal, threads, versions, turns, prefill, prefetch, auth, metrics, queue)
     return Gateway(
-        settings, codec, journal, threads, router, versions, turns, metrics, auth, prefetch, queue, refresher
-    )
+        settings, codec, journal, threads, router, versions, turns, metrics, auth, prefetch, queue, refresher,
+        Abandoned(router),
+    )  # fmt: skip
 
 
 async def close_gateway(gateway: Gateway) -> None:
     """Ends prefetches, finishes unloads, closes connections and the journal."""
     await gateway.prefetch.close()
+    await gateway.abandoned.close()
     await gateway.versions.close()
     await gateway.router.close()
     await gateway.threads.run(gateway.journal.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,14 @@ def other(say: Say) -> Iterator[FakeWorker]:
     fake.start()
     yield fake
     fake.stop()
+
+
+def _wait(true: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if true():
+            return
+        time.sleep(0.02)
+    pytest.fail("it did not happen")
 
 
 def _turn(client: openai.OpenAI, text: str, session: str | None = None, **more: Any) -> Any:
@@ -123,6 +132,23 @@ def test_no_turn_goes_on_from_what_is_being_deleted(
     list(forked)
     receipt = gateway.delete(f"/v1/sessions/{first.session_id}").json()["receipt"]
     assert len(receipt["sessions"]) == 2
+
+
+def test_a_turn_that_was_never_kept_leaves_no_kv(
+    client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker
+) -> None:
+    session = _turn(client, "Hi").session_id
+    worker.script.gate = threading.Event()
+    for extra in ({}, {"session_id": session}):
+        with client.chat.completions.create(
+            model="kvloop", messages=[{"role": "user", "content": "More"}], stream=True, extra_body=extra
+        ) as stream:
+            next(iter(stream))
+    _wait(lambda: worker.seen.aborted == 2)
+    _wait(lambda: len(worker.seen.forgotten) == 1)
+    # The first would have made a session that nobody can delete now; the second is the session's own to retry.
+    first, second = (body["kv_transfer_params"]["kv_owner"] for body in worker.seen.bodies[1:])
+    assert worker.seen.forgotten[0]["owners"] == [first] != [second]
 
 
 def test_busy_sessions_and_deletions_exclude_each_other() -> None:
