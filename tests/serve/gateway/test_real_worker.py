@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from serve.gateway.text import TextCodec
@@ -145,3 +147,41 @@ def test_a_session_outlives_its_worker(real: tuple[RealWorker, RunningGateway], 
             assert told["status"] == "forgotten"
             assert told["chunks"]["ram"] + told["chunks"]["waiting"] + told["chunks"]["disk"] > 0
         assert list(worker.kv_folder.rglob("*.kv")) == []
+
+
+def test_a_memory_is_shared_and_gone_for_good(real: tuple[RealWorker, RunningGateway]) -> None:
+    worker, gateway = real
+    worker.wait()
+    notes = " ".join(f"Lamp {number} costs {number * 7} coins." for number in range(60))
+    memory = gateway.post("/v1/memories", {"text": notes, "name": "prices"}).json()
+    _until(lambda: gateway.metric('kvloop_memory_prefetches_total{outcome="done"}') == 1)
+    with gateway.client() as client:
+
+        def ask(text: str, **extra: object) -> openai.types.chat.ChatCompletion:
+            messages: list[Any] = [{"role": "user", "content": text}]
+            return client.chat.completions.create(
+                model="kvloop", messages=messages, temperature=0, max_tokens=4, extra_body=extra
+            )
+
+        sessions = []
+        for question in ("What does lamp 3 cost?", "And lamp 9?"):
+            answer = ask(question, memory_ids=[memory["id"]])
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            # The first turn of a session reads the whole memory from KV that was there.
+            assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= memory["tokens"] - 1
+            assert answer.usage.model_extra is not None
+            assert answer.usage.model_extra["kvloop"]["memory_computed_tokens"] == 0
+            sessions.append((answer.model_extra or {})["session_id"])
+        receipt = gateway.delete(f"/v1/sessions/{sessions[0]}").json()["receipt"]
+        assert receipt["kv"][0]["keys"] == 1
+        again = ask("And lamp 5?", memory_ids=[memory["id"]])
+        assert again.usage is not None
+        assert again.usage.prompt_tokens_details is not None
+        assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= memory["tokens"] - 1, "it is the memory's"
+    sessions.append((again.model_extra or {})["session_id"])
+    receipt = gateway.delete(f"/v1/memories/{memory['id']}").json()["receipt"]
+    assert receipt["sessions"] == sessions[1:]
+    (told,) = receipt["kv"]
+    assert (told["status"], told["keys"], told["remote_waiting"]) == ("forgotten", 3, 0)
+    assert list(worker.kv_folder.rglob("*.kv")) == [], "everything that was computed over it is gone"
