@@ -21,6 +21,7 @@ from evals.settings import EvalSettings, GateSettings
 from loop.shared_layers import local_folder, shared_layers
 from memory.files import write_atomic
 from memory.journal.settings import JournalSettings
+from memory.kv.keyring import MASTER_VARIABLE
 from pipelines.settings import RegistrySettings, RetrainSettings, ScheduleSettings
 from serve.gateway.settings import GatewaySettings
 from serve.pull import DEFAULT_MODEL
@@ -28,6 +29,9 @@ from serve.worker.settings import WorkerSettings
 from train.settings import TrainSettings
 
 ENVIRONMENT_PREFIX = "KVLOOP_"
+NOT_SETTINGS = (MASTER_VARIABLE, "KVLOOP_NATIVE")
+"""Variables of KV memory itself: its master key, which no file of settings may hold, and the switch of its native
+code."""
 DEFAULT_HOME = Path(".kvloop")
 COPIED_SECTIONS = {"gateway.journal": "journal"}
 """Sections that a layer gets as a copy of another one, which is the only place where they are set."""
@@ -121,7 +125,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """`KVLOOP_WORKER__THREADS=2` sets `worker.threads`. `KVLOOP_TEST_*` belongs to the test suite."""
     found: dict[str, Any] = {}
     for name, value in environment.items():
-        if name.startswith(ENVIRONMENT_PREFIX) and not name.startswith("KVLOOP_TEST_"):
+        if name.startswith(ENVIRONMENT_PREFIX) and not name.startswith("KVLOOP_TEST_") and name not in NOT_SETTINGS:
             _put(found, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
     return found
 

@@ -9,6 +9,7 @@ from loop.memory import MemoryCommandError
 from loop.memory_picture import PictureError
 from loop.supervisor import SupervisorError
 from memory.journal import JournalError
+from memory.kv.keyring import KeyringError
 from pipelines.cron import BadCron
 from pipelines.lease import Busy
 from pipelines.promotion import NothingToRollBack
@@ -25,6 +26,7 @@ USER_ERRORS = (
     EvalError,
     FixedBySettings,
     JournalError,
+    KeyringError,
     MemoryCommandError,
     NothingToRollBack,
     PictureError,

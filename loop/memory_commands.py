@@ -82,7 +82,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 
 def _held(rungs: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("fidelity", "chunks", "tokens", "MiB", "times smaller", title="stored")
+    table = Table("stored", "chunks", "tokens", "MiB", "times smaller", box=None)
     for rung in rungs:
         counts = (str(rung[name]) for name in ("chunks", "tokens"))
         table.add_row(rung["fidelity"], *counts, f"{rung['bytes'] / 2**20:.1f}", f"{rung['ratio']:.2f}")
@@ -90,19 +90,17 @@ def _held(rungs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _measured(records: Sequence[Mapping[str, Any]]) -> Table:
-    heads = ("model", "rung", "bytes per token", "times smaller", "KL", "KL p95", "same top token", "noise", "ladder")
-    table = Table(*heads, title="measured on the model")
+    table = Table("measured", "model", "bytes/token", "smaller", "KL", "top-1", "noise", "ladder", box=None)
     for record in records:
         table.add_row(
-            record["weights_id_base"][:8],
             record["codec"],
+            record["weights_id_base"][:8],
             f"{record['bytes_per_token']:,.0f}",
             f"{record['ratio']:.2f}",
             f"{record['kl_mean']:.5f}",
-            f"{record['kl_p95']:.5f}",
             f"{record['top1']:.3f}",
             f"{record['noise_kl']:.5f}",
-            "used" if record["trusted"] else f"not used: above {record['max_kl']:g}",
+            "yes" if record["trusted"] else f"no: > {record['max_kl']:g}",
         )
     return table
 

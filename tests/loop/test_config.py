@@ -37,6 +37,7 @@ def test_the_nearer_source_wins(home: Path) -> None:
 def test_sources_are_merged_key_by_key(home: Path) -> None:
     toml(home, "follow_seconds = 0.25\n[worker]\nthreads = 3\n[worker.kv]\nram_bytes = 1_000_000\n")
     environment = {"KVLOOP_WORKER__KV__DISK_BYTES": "2000000", "UNRELATED": "x", "KVLOOP_TEST_MODEL": "/nowhere"}
+    environment |= {"KVLOOP_KV_KEY": "c2VjcmV0", "KVLOOP_NATIVE": "0"}  # not settings
     config = load(("worker.kv.chunk_tokens=32", "schedule.cron=0 3 * * *"), home, environment)
     kv = config.worker.kv
     assert (config.follow_seconds, config.worker.threads) == (0.25, 3)
