@@ -56,8 +56,8 @@ def _line(child: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_kill_9_in_the_middle_of_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    """Whatever the moment, every chunk is there afterwards, on one rung or the next, and the sums are right."""
+def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    """Whatever the moment, every chunk is there afterwards, on one rung or the next, here or far away, and the sums are right."""
     use_rungs(monkeypatch)
     rng = np.random.default_rng(1)
     folder = tmp_path / "kv"
@@ -67,14 +67,15 @@ def test_kill_9_in_the_middle_of_the_ladder(tmp_path: Path, monkeypatch: pytest.
             ids = prompt(CHUNK, seed=seed)
             store.save(identity(), ids, kv_of(ids))
         assert store.flush(60)
-        trust(store, "int8")
-        trust(store, "int4")
+        if not remote:  # where no rung is trusted, the remote is all that makes room
+            trust(store, "int8")
+            trust(store, "int4")
     far = False
     for _ in range(8):
         child = start("work", folder, url or "")
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
-        time.sleep(float(rng.uniform(0.0, 0.15)))
+        time.sleep(float(rng.uniform(0.0, 0.3)))
         child.kill()
         assert not child.communicate()[1]
         far = far or any((tmp_path / "far").rglob("*.kv"))
@@ -94,5 +95,4 @@ def test_kill_9_in_the_middle_of_the_ladder(tmp_path: Path, monkeypatch: pytest.
     index = Index(folder / "index.db")
     codecs = {row.codec for row in index.rows(list(index.keys())).values()}
     index.close()
-    assert codecs & {"int8", "int4"}, "some of the work was done"
-    assert far == remote, "and of the other work too"
+    assert far if remote else codecs & {"int8", "int4"}, "some of the work was done"
