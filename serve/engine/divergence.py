@@ -147,7 +147,8 @@ def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], prefixes: Sequenc
 
 def _recomputed(decoder: Decoder) -> Variant:
     def replace(token_ids: Sequence[int], kv: torch.Tensor) -> None:
-        _prefill(decoder, token_ids, 0, kv, NOISE_PIECE_TOKENS)
+        # A prefix that fits one piece is cut as well, else it would be computed the same way twice.
+        _prefill(decoder, token_ids, 0, kv, min(NOISE_PIECE_TOKENS, max(1, len(token_ids) * 5 // 8)))
 
     return replace
 
