@@ -1,10 +1,10 @@
-"""The lossless codec: one plane for each byte of the number, each compressed where that pays.
+"""The lossless codec.
 
-Keys and values have few different exponents and noise for mantissas. Apart, the exponents shrink to some 37% and
-the mantissas, which do not, cost nothing to decode. zstd's level 1 is smaller and faster here than level 3: it
-takes fewer of the short matches, which cost more than the literals they replace.
+bfloat16 and float32 are coded by windows of exponents (windows.py): 1.44 times smaller on real KV, decoded faster than
+memory delivers it. Other dtypes are split into one plane for each byte of the number, and each plane is compressed by
+zstd where that pays. What does not shrink is stored as it is.
 
-Payload: for each plane, lowest byte first, `method (u8), length (u64)`, then the planes' data one after the other.
+Payload: method (u8), whether each channel has bases of its own (u8), two zeros, then what the method says.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import threading
 import numpy as np
 import zstandard
 
+from memory.kv.codec import native, windows
 from memory.kv.codec.base import NOTHING_KEPT, CodecError, Kept, KVArray, little_endian
 
-RAW, ZSTD = 0, 1
+RAW, PLANES, WINDOWS = 0, 1, 2
+START = struct.Struct("<BB2x")
+WINDOWED_DTYPES = (np.dtype(np.uint16), np.dtype(np.float32))
 LEVEL = 1
 PLANE = struct.Struct("<BQ")
+STORED, ZSTD = 0, 1
 WORTHWHILE = 0.98
 """A plane that shrinks by less is stored as it is: reading 2% more is cheaper than decompressing it."""
 
@@ -43,6 +47,38 @@ class ExactCodec:
 
     def encode(self, kv: KVArray, kept: Kept = NOTHING_KEPT, start: int = 0) -> bytes:
         """The payload of `kv`. See `Codec.encode`."""
+        per_channel = kv.shape[3] >= windows.PER_CHANNEL_TOKENS
+        if not kv.size:
+            method, content = RAW, b""
+        elif native.available(kv):
+            method, content = WINDOWS, native.exact_encode(kv, per_channel)
+        elif kv.dtype in WINDOWED_DTYPES:
+            method, content = WINDOWS, windows.encode(kv, per_channel)
+        else:
+            method, content = PLANES, self._encode_planes(kv)
+        if len(content) >= kv.nbytes:
+            method, content = RAW, np.ascontiguousarray(kv, dtype=little_endian(kv.dtype)).tobytes()
+        return START.pack(method, method == WINDOWS and per_channel) + content
+
+    def decode(self, payload: memoryview, out: KVArray, start: int = 0) -> None:
+        """Writes the array of `payload` into `out`. See `Codec.decode`."""
+        if len(payload) < START.size:
+            raise CodecError(f"payload of {len(payload)} bytes is too short")
+        method, per_channel = START.unpack_from(payload)
+        content = payload[START.size :]
+        if method == WINDOWS and out.dtype in WINDOWED_DTYPES and out.size:
+            if native.available(out):
+                native.exact_decode(content, bool(per_channel), out)
+            else:
+                windows.decode(content, bool(per_channel), out)
+        elif method == PLANES:
+            self._decode_planes(content, out)
+        elif method == RAW and len(content) == out.nbytes:
+            out[...] = np.frombuffer(content, little_endian(out.dtype)).reshape(out.shape)
+        else:
+            raise CodecError(f"method {method} with {len(content)} bytes does not hold {out.nbytes} of {out.dtype}")
+
+    def _encode_planes(self, kv: KVArray) -> bytes:
         flat = np.ascontiguousarray(kv, dtype=little_endian(kv.dtype)).reshape(-1)
         octets = flat.view(np.uint8).reshape(-1, kv.dtype.itemsize)
         table, data = [], []
@@ -52,33 +88,28 @@ class ExactCodec:
             data.append(content)
         return b"".join(table + data)
 
-    def _pack(self, plane: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> tuple[int, bytes]:
+    def _pack(self, plane: windows.U8) -> tuple[int, bytes]:
         packed = self._contexts.compressor.compress(plane.data)
         if len(packed) <= plane.nbytes * WORTHWHILE:
             return ZSTD, packed
-        return RAW, plane.tobytes()
+        return STORED, plane.tobytes()
 
-    def decode(self, payload: memoryview, out: KVArray, start: int = 0) -> None:
-        """Writes the array of `payload` into `out`. See `Codec.decode`."""
+    def _decode_planes(self, content: memoryview, out: KVArray) -> None:
         planes = out.dtype.itemsize
         offset = planes * PLANE.size
-        if len(payload) < offset:
-            raise CodecError(f"payload of {len(payload)} bytes is too short for {planes} planes")
-        target = _octets(out)
+        if len(content) < offset:
+            raise CodecError(f"payload of {len(content)} bytes is too short for {planes} planes")
+        octets = np.empty((out.size, planes), np.uint8)
         for plane in range(planes):
-            method, length = PLANE.unpack_from(payload, plane * PLANE.size)
-            content = payload[offset : offset + length]
-            if len(content) != length:
-                raise CodecError(f"plane {plane} ends after {len(content)} of {length} bytes")
-            target[..., plane::planes] = self._unpack(method, content, out.size).reshape(out.shape)
+            method, length = PLANE.unpack_from(content, plane * PLANE.size)
+            octets[:, plane] = self._unpack(method, content[offset : offset + length], out.size)
             offset += length
-        if offset != len(payload):
-            raise CodecError(f"{len(payload) - offset} bytes follow the last plane")
-        if target.base is None:
-            out[...] = target.view(out.dtype)
+        if offset != len(content):
+            raise CodecError(f"the planes take {offset} bytes, the payload has {len(content)}")
+        out[...] = octets.reshape(-1).view(little_endian(out.dtype)).reshape(out.shape)
 
-    def _unpack(self, method: int, content: memoryview, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        if method == RAW:
+    def _unpack(self, method: int, content: memoryview, size: int) -> windows.U8:
+        if method == STORED:
             plane = np.frombuffer(content, np.uint8)
         elif method == ZSTD:
             try:
@@ -93,10 +124,3 @@ class ExactCodec:
         if plane.size != size:
             raise CodecError(f"a plane holds {plane.size} bytes instead of {size}")
         return plane
-
-
-def _octets(out: KVArray) -> KVArray:
-    """`out` seen as bytes along its last axis, or a new array of that shape where its strides forbid the view."""
-    if out.strides[-1] == out.dtype.itemsize and np.little_endian and out.dtype.isnative:
-        return out.view(np.uint8)
-    return np.empty((*out.shape[:-1], out.shape[-1] * out.dtype.itemsize), np.uint8)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memory.kv.codec import native
 from memory.kv.codec.base import Codec
 from memory.kv.codec.exact import ExactCodec
+from memory.kv.codec.int4 import Int4Codec
+from memory.kv.codec.int8 import Int8Codec
 
 if TYPE_CHECKING:
     from memory.kv.codec.compact import CompactCodec  # type: ignore[import-not-found,unused-ignore]
 
-CODECS: dict[str, type[ExactCodec]] = {ExactCodec.name: ExactCodec}
+CODECS: dict[str, Callable[[], Codec]] = {"exact": ExactCodec, "int8": Int8Codec, "int4": Int4Codec}
 COMPACT = "compact"
 
 
@@ -30,7 +34,11 @@ class Codecs:
     """The codecs of one store. Safe for threads."""
 
     def __init__(self, bases: Path | None = None) -> None:
-        """`bases` is the folder of the bases that the compact codec has measured; without one it only decodes."""
+        """`bases` is the folder of the bases that the compact codec has measured; without one it only decodes.
+
+        Native code is compiled here, where it is not yet: it must not take the seconds of a request.
+        """
+        native.warm()
         self._bases = bases
         self._lock = threading.Lock()
         self._compact: CompactCodec | None = None
