@@ -42,6 +42,8 @@ class ChunkRef:
     """Whether it serves to its end."""
     ids: bytes = field(repr=False)
     """The tokens that serve, little-endian uint32."""
+    identity: bytes = field(default=b"", repr=False)
+    """Digest of the identity that it was matched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def _ref(chain: Chain, number: int, stored: Stored, tokens: int) -> ChunkRef:
     return ChunkRef(
         key=stored.key,
         parent=chain.parent(number),
+        identity=chain.root,
         start=start,
         tokens=tokens,
         size=stored.size,

@@ -167,8 +167,10 @@ class KVStore:
     def _restore_one(
         self, identity: KVIdentity, digest: bytes, least: Fidelity, chunk: ChunkRef, out: KVArray
     ) -> Loaded | None:
+        if chunk.identity != digest:
+            return None
         held = self._ram.get(chunk.key) or (self._writer.get(chunk.key) if self._writer else None)
-        if held is not None and _serves(held, digest, least, chunk):
+        if held is not None and _serves(held, least, chunk):
             out[...] = held.kv[:, :, :, : chunk.tokens]
             return Loaded(chunk.tokens, "ram", held.fidelity)
         fidelity = self._disk.read(chunk, identity, least, out) if self._disk is not None else None
@@ -403,11 +405,10 @@ class _Take:
         )
 
 
-def _serves(held: ChunkData, digest: bytes, least: Fidelity, chunk: ChunkRef) -> bool:
-    """Whether a chunk in memory is what was matched, exact enough and not expired."""
+def _serves(held: ChunkData, least: Fidelity, chunk: ChunkRef) -> bool:
+    """Whether a chunk in memory, found by its key, is what was matched, exact enough and not expired."""
     return (
-        held.identity == digest
-        and held.ids[: chunk.tokens].tobytes() == chunk.ids
+        held.ids[: chunk.tokens].tobytes() == chunk.ids
         and at_least(held.fidelity, least)
         and not held.expired(time.time())
     )
