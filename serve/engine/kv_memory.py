@@ -110,7 +110,7 @@ class KVMemory:
 
         Sequences that wait for this keep their buffers; beyond `KVSettings.queue_bytes` of them, one is dropped.
         """
-        job, buffer = sequence.job, sequence.buffer
+        buffer = sequence.buffer
         if buffer is None or not self._is_to_be_saved(sequence):
             return
         with self._lock:

@@ -3,8 +3,8 @@
 Linear layers see the tokens of all runs in one matrix; attention goes run by run, over each sequence's own KV buffer.
 A forward writes keys and values at exactly the positions of its tokens and touches nothing else in a buffer.
 
-Where layers are shared (`Decoder.shared_layers` = L > 0), what enters layer L is kept beside the KV: under other weights
-that agree below L, a forward from layer L on reads it and gives bit for bit what a whole forward of those tokens would.
+Where layers are shared (`Decoder.shared_layers` = L > 0), what enters layer L is kept beside the KV. Under weights that
+agree below L, a forward from layer L on reads it, and gives bit for bit what a whole forward of those tokens would.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class EngineSettings(BaseModel):
     kv_buffer_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """Budget of the buffers of running sequences, in bytes; a request waits until its longest reply fits."""
     kv_warm_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Memory of buffers that stays committed for the next sequences, so that a restored session need not wait for it."""
+    """Memory of buffers that stays committed for the next sequences: a restored session need not wait for the system to
+    find it."""
     kv_shared_layers: int = Field(default=0, ge=0)
     """How many layers from the bottom adapters leave alone. Their KV is stored apart and survives a promotion: only the
     layers above are computed anew. 0 stores all layers together; another value finds none of what was stored before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from fastapi import APIRouter
 
 from serve.engine.divergence import Divergences
 from serve.engine.engine import Engine
+from serve.engine.errors import EngineError
 from serve.worker.protocol import DivergenceBody, ForgetBody
 
 Json = dict[str, Any]
@@ -44,7 +46,7 @@ def memory_router(engine: Engine) -> APIRouter:
 
 
 def divergence_json(body: DivergenceBody, found: Divergences) -> Json:
-    """The answer of `POST /v1/kv/divergence`: for each codec and version what was found, and what rounding alone does."""
+    """What was found of each codec and version, and what rounding alone does."""
     return {
         "object": "kv.divergence",
         "model": body.model,
@@ -70,24 +72,15 @@ def report_json(engine: Engine) -> Json:
 
 async def in_thread(work: Callable[[], Answer]) -> Answer:
     """Waits for `work` in a thread of its own, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Answer] = loop.create_future()
-
-    def deliver(answer: Answer | None, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(answer)  # type: ignore[arg-type]  # without an error there is an answer
+    done: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            outcome: tuple[Answer | None, Exception | None] = (work(), None)
-        except Exception as error:
-            outcome = (None, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, *outcome)
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+            if not isinstance(error, EngineError):
+                raise
 
     threading.Thread(target=run, name="probing", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

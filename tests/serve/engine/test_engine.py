@@ -236,7 +236,7 @@ def test_a_step_that_fails_fails_its_requests_only(start_engine: StartEngine, mo
     decoder = type(engine.versions.base.decoder)
     forward = decoder.forward
 
-    def broken(self: object, runs: object) -> torch.Tensor:
+    def broken(self: object, runs: object, first_layer: int) -> torch.Tensor:
         raise ValueError("no luck")
 
     monkeypatch.setattr(decoder, "forward", broken)

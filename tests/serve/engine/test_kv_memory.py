@@ -20,13 +20,16 @@ from serve.engine.engine import Engine
 from serve.engine.errors import InvalidRequest
 from serve.engine.kv_memory import as_array, identity_of
 from serve.engine.model import Decoder, Run
-from serve.engine.request import Completion, DoneEvent, Event, FailedEvent, Request, Sampling
+from serve.engine.request import Completion, DoneEvent, Event, FailedEvent, KVOptions, Request, Sampling
 from tests.serve.tiny import prompt
 
 StartEngine = Callable[..., Engine]
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 SETTINGS = KVSettings(chunk_tokens=32, min_tokens=4, disk_reserve_bytes=0)
-LONG = prompt(200)
+LONG, OTHER = prompt(200), prompt(100, 3)
+AGAIN = 192
+"""Tokens of LONG found when it is asked again: the last is always computed, and of a chunk that goes on differently
+multiples of `PREFIX_TOKENS` serve."""
 
 
 def all_of_it(self: CostModel, match: Match, total: int) -> int:
@@ -48,8 +51,10 @@ def start(start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return start_with_memory
 
 
-def ask(engine: Engine, token_ids: tuple[int, ...] = LONG, model: str = "base", salt: str = "") -> Completion:
-    completion = engine.generate([Request(model, token_ids, GREEDY, cache_salt=salt)])[0]
+def ask(
+    engine: Engine, token_ids: tuple[int, ...] = LONG, model: str = "base", salt: str = "", **options: Any
+) -> Completion:
+    completion = engine.generate([Request(model, token_ids, GREEDY, cache_salt=salt, kv=KVOptions(**options))])[0]
     assert engine.memory is not None
     assert engine.memory.flush(20)
     return completion
@@ -117,8 +122,8 @@ def test_a_fresh_process_restores_from_disk(start: StartEngine) -> None:
     cold = ask(first)
     first.close()
     warm = ask(start())
-    assert warm.usage.disk_tokens == len(LONG) - 1, "the last prompt token is always computed"
-    assert (warm.usage.ram_tokens, warm.usage.computed_tokens) == (0, 1)
+    assert warm.usage.disk_tokens == AGAIN
+    assert (warm.usage.ram_tokens, warm.usage.computed_tokens) == (0, len(LONG) - AGAIN)
     assert warm.choices[0].token_ids == cold.choices[0].token_ids
 
 
@@ -130,7 +135,7 @@ def test_other_weights_never_see_it(start: StartEngine, tiny_adapter: Path) -> N
     assert cold_base.choices[0].token_ids != cold_adapter.choices[0].token_ids
     for _ in range(2):
         warm_base, warm_adapter = ask(engine), ask(engine, model="a")
-        assert warm_base.usage.cached_tokens == warm_adapter.usage.cached_tokens == len(LONG) - 1
+        assert warm_base.usage.cached_tokens == warm_adapter.usage.cached_tokens == AGAIN
         assert warm_base.choices[0].token_ids == cold_base.choices[0].token_ids
         assert warm_adapter.choices[0].token_ids == cold_adapter.choices[0].token_ids
     assert {span.weights_id for span in warm_adapter.usage.spans} == {engine.versions.list()[1].weights_id}
@@ -143,22 +148,23 @@ def test_the_tier_told_is_the_one_a_chunk_came_from(start: StartEngine, monkeypa
     store = engine.memory.store
     match_first = store.match
 
-    def match_then_evict(*arguments: Any) -> Match:
-        match = match_first(*arguments)
+    def match_then_evict(*arguments: Any, **options: Any) -> Match:
+        match = match_first(*arguments, **options)
         store._ram.clear()  # as other sequences may do between look-up and load
         return match
 
     monkeypatch.setattr(store, "match", match_then_evict)
     usage = ask(engine).usage
-    assert (usage.ram_tokens, usage.disk_tokens) == (0, len(LONG) - 1)
+    assert (usage.ram_tokens, usage.disk_tokens) == (0, AGAIN)
     assert [span.source for span in usage.spans] == ["disk", "computed", "generated"]
 
 
 def test_forgetting_reaches_every_version_and_what_still_runs(start: StartEngine, tiny_adapter: Path) -> None:
     engine = start()
     engine.load_adapter("v1", tiny_adapter)
-    ask(engine)
-    ask(engine, model="v1")
+    ask(engine, owner="session")
+    ask(engine, model="v1", owner="session")
+    ask(engine, OTHER, owner="another")
     engine.unload_adapter("v1")
     assert engine.memory is not None
     ended = threading.Event()
@@ -170,19 +176,17 @@ def test_forgetting_reaches_every_version_and_what_still_runs(start: StartEngine
             ended.set()
 
     slow = replace(GREEDY, max_tokens=300)
-    engine.submit([Request("base", LONG, slow)], listen)
+    engine.submit([Request("base", LONG, slow, kv=KVOptions(owner="session"))], listen)
     assert begun.wait(20)
     assert not ended.is_set()
-    gone = engine.forget([LONG], [0], "")
+    gone = engine.forget(["session"], "")
     assert gone.disk >= 2 * len(LONG) // 32
     assert ended.wait(60)
-    assert engine.memory.flush(20)
-    stats = engine.memory.stats().store
-    assert (stats.ram.chunks, stats.disk.chunks) == (0, 0), "a request that ran meanwhile does not bring it back"
-    assert ask(engine).usage.cached_tokens == 0
-    assert ask(engine).usage.cached_tokens == len(LONG) - 1, "what is said afterwards is remembered"
-    with pytest.raises(InvalidRequest, match="token ids"):
-        engine.forget([[-1]], [0], "")
+    assert ask(engine).usage.cached_tokens == 0, "a request that ran meanwhile does not bring it back"
+    assert ask(engine).usage.cached_tokens == AGAIN, "what others say afterwards is remembered"
+    assert ask(engine, OTHER).usage.cached_tokens == 96, "others' stays"
+    with pytest.raises(InvalidRequest, match="owners"):
+        engine.forget([""], "")
 
 
 def test_an_adapter_loaded_again_under_another_name_finds_its_own(start: StartEngine, tiny_adapter: Path) -> None:
@@ -191,7 +195,7 @@ def test_an_adapter_loaded_again_under_another_name_finds_its_own(start: StartEn
     ask(engine, model="a")
     engine.unload_adapter("a")
     engine.load_adapter("b", tiny_adapter)
-    assert ask(engine, model="b").usage.cached_tokens == len(LONG) - 1
+    assert ask(engine, model="b").usage.cached_tokens == AGAIN
 
 
 def test_tenants_do_not_share(start: StartEngine) -> None:
@@ -199,7 +203,7 @@ def test_tenants_do_not_share(start: StartEngine) -> None:
     ask(engine, salt="one")
     assert ask(engine, salt="two").usage.cached_tokens == 0
     assert ask(engine, salt="").usage.cached_tokens == 0
-    assert ask(engine, salt="one").usage.cached_tokens == len(LONG) - 1
+    assert ask(engine, salt="one").usage.cached_tokens == AGAIN
 
 
 def test_dtypes_do_not_share(start: StartEngine) -> None:
@@ -209,7 +213,7 @@ def test_dtypes_do_not_share(start: StartEngine) -> None:
 
 def test_what_is_not_to_be_saved_is_not(start: StartEngine) -> None:
     engine = start()
-    engine.generate([Request("base", LONG, GREEDY, kv_save=False)])
+    engine.generate([Request("base", LONG, GREEDY, kv=KVOptions(save=False))])
     scored = engine.generate([Request("base", LONG, replace(GREEDY, prompt_logprobs=0))])[0]
     assert scored.usage.cached_tokens == 0
     assert ask(engine).usage.cached_tokens == 0
@@ -238,7 +242,7 @@ def test_a_damaged_memory_costs_time_only(start: StartEngine, tmp_path: Path) ->
     engine = start()
     again = ask(engine)
     assert again.choices[0].token_ids == cold.choices[0].token_ids
-    assert again.usage.cached_tokens < len(LONG) - 1
+    assert again.usage.cached_tokens < AGAIN
     assert engine.memory is not None
     assert engine.memory.stats().store.quarantined > 0
 
