@@ -33,9 +33,14 @@ def work(folder: Path, url: str | None) -> None:
         clock = Clock()
         upkeep = upkeep_of(store, clock, tight)
         print("working", flush=True)
+        said = False
         while True:
             clock.ahead += 3600.0
             upkeep.step()
+            done = upkeep.stats()
+            if not said and done.moved.by_budget + done.moved.by_age + done.offloaded:
+                said = True
+                print("moved", flush=True)
             time.sleep(0.01)
 
 

@@ -57,7 +57,7 @@ def _line(child: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    """Whatever the moment, every chunk is there afterwards, on one rung or the next, here or far away, and the sums are right."""
+    """Whatever the moment, every chunk is there afterwards, on whichever rung and tier, and the sums are right."""
     use_rungs(monkeypatch)
     rng = np.random.default_rng(1)
     folder = tmp_path / "kv"
@@ -71,10 +71,12 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
             trust(store, "int8")
             trust(store, "int4")
     far = False
-    for _ in range(8):
+    for kill in range(8):
         child = start("work", folder, url or "")
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
+        if kill == 7:
+            assert child.stdout.readline() == "moved\n"
         time.sleep(float(rng.uniform(0.0, 0.3)))
         child.kill()
         assert not child.communicate()[1]
