@@ -30,7 +30,7 @@ class EvalSettings(BaseModel):
     """Longest piece of each general text that is scored, in tokens."""
     seed: int = 0
     """Chooses which examples are asked where there are more than allowed."""
-    stale_probes: int = Field(default=12, ge=0)
+    stale_probes: int = Field(default=8, ge=0)
     """Most conversations, and most general texts, on which the candidate is measured over KV of the version that
     serves; 0 measures nothing, and policy `reuse` is never allowed then."""
     batch: int = Field(default=32, ge=1)
