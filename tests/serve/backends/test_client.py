@@ -12,8 +12,10 @@ from serve.backends.base import (
     CompletionRequest,
     Delta,
     ModelNotFound,
+    NotSupported,
     Overloaded,
     Usage,
+    WorkerLoad,
     WorkerRejected,
     WorkerUnavailable,
 )
@@ -124,3 +126,64 @@ def test_defaults_are_left_out_of_the_body() -> None:
         "model": "m", "prompt": [1, 2], "temperature": 1.0, "top_p": 1.0, "stream": False, "return_token_ids": True,
         "return_tokens_as_token_ids": True, "kv_transfer_params": {"kv_save": True},
     }  # fmt: skip
+
+
+def test_what_kv_memory_may_do_is_in_the_body() -> None:
+    request = CompletionRequest(
+        model="m", prompt=[1], max_tokens=0, priority=1, kv_owner="o", kv_expires_at=9.5, kv_least_fidelity="exact",
+        kv_reuse_model="v1",
+    )  # fmt: skip
+    body = request.body(stream=False)
+    assert (body["max_tokens"], body["priority"]) == (0, 1)
+    assert body["kv_transfer_params"] == {
+        "kv_save": True, "kv_owner": "o", "kv_expires_at": 9.5, "kv_least_fidelity": "exact", "kv_reuse_model": "v1",
+    }  # fmt: skip
+
+
+async def test_a_prompt_for_its_kv_alone(worker: FakeWorker) -> None:
+    async with CompletionsClient(worker.url) as client:
+        done = await client.complete(CompletionRequest(model=BASE_NAME, prompt=[1, 2, 3], max_tokens=0))
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.choices[0].token_ids) == (3, 0, ())
+
+
+async def test_owners_are_forgotten(worker: FakeWorker) -> None:
+    async with CompletionsClient(worker.url) as client:
+        request = CompletionRequest(model=BASE_NAME, prompt=[1, 2], max_tokens=0, kv_owner="o", cache_salt="s")
+        await client.complete(request)
+        assert (await client.forget(["o", "p"], "s"))["ram"] == 1
+        assert (await client.complete(request)).usage.cached_tokens == 0
+        worker.script.forget_status = 404
+        with pytest.raises(NotSupported):
+            await client.forget(["o"], "s")
+
+
+async def test_load_is_read_from_metrics_of_both_kinds(worker: FakeWorker) -> None:
+    worker.script.running = 2
+    async with CompletionsClient(worker.url) as client:
+        assert await client.load() == WorkerLoad(0, 2)
+        worker.script.metrics = 'vllm:num_requests_waiting{engine="0"} 1.0\nvllm:num_requests_running{engine="0"} 3.0\n'
+        assert await client.load() == WorkerLoad(1, 3)
+        worker.script.metrics = "something_else 1.0\n"
+        with pytest.raises(NotSupported):
+            await client.load()
+        worker.stop()
+        with pytest.raises(WorkerUnavailable):
+            await client.load()
+
+
+async def test_the_router_tells_when_there_is_time(worker: FakeWorker) -> None:
+    other = FakeWorker(lambda body: [2])
+    other.start()
+    router = Router([CompletionsClient(fake.url) for fake in (worker, other)], wait_seconds=0.1, poll_seconds=0.02)
+    assert await router.idle(0)
+    other.script.running = 2
+    assert not await router.idle(0)
+    assert not await router.idle(1)
+    assert await router.idle(2)
+    other.script.metrics = "kvloop_worker_waiting_requests 1\nkvloop_worker_running_sequences 0\n"
+    assert not await router.idle(2), "somebody waits"
+    other.script.metrics = "nothing\n"
+    assert await router.idle(0), "one that tells nothing holds nobody up"
+    other.stop()
+    assert await router.idle(0)
+    await router.close()

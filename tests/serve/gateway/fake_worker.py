@@ -48,6 +48,8 @@ class Script:
     """404 is a worker of another kind."""
     running: int = 0
     """Sequences that its metrics tell of."""
+    metrics: str | None = None
+    """All that its metrics say, in place of what they would."""
     fidelity: str = "exact"
     """Of what it says it reused."""
     prefill_gate: threading.Event | None = None
@@ -181,7 +183,8 @@ class FakeWorker:
 
     async def _metrics(self, request: Request) -> Response:
         running = f"kvloop_worker_running_sequences {float(self.script.running)}"
-        return PlainTextResponse(f"# HELP load\nkvloop_worker_waiting_requests 0.0\n{running}\n")
+        told = f"# HELP load\nkvloop_worker_waiting_requests 0.0\n{running}\n"
+        return PlainTextResponse(told if self.script.metrics is None else self.script.metrics)
 
     async def _completions(self, request: Request) -> Response:
         body = await request.json()
