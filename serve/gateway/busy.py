@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 from serve.gateway.errors import conflict
 
@@ -95,10 +96,10 @@ class Hold:
             self._session = session_id
         return free
 
-    def read(self, kind: str, name: str) -> None:
+    def read(self, kind: Literal["session", "memory"], name: str) -> None:
         """Keeps a session or a memory from being deleted. Raises `ApiError` 409 when it is being deleted."""
         if not self._busy.read(self._tenant, name):
-            raise conflict(f"{kind.capitalize()} '{name}' is being deleted.", "session_busy")
+            raise conflict(f"{kind.capitalize()} '{name}' is being deleted.", f"{kind}_busy")
         self.reads = (*self.reads, name)
 
     def leave(self) -> None:

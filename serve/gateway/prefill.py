@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from serve.backends.base import CompletionRequest, ModelNotFound, Usage
-from serve.backends.router import Router
+from serve.backends.base import CompletionRequest, ModelNotFound, Usage, WorkerRejected
+from serve.backends.router import Router, Worker
 from serve.gateway.versions import Version, Versions
 
 BACKGROUND = 1
@@ -32,12 +33,11 @@ class Prefill:
         with self._versions.pinned(version):
             await self._versions.ensure(worker, version)
             try:
-                done = await worker.client.complete(request)
+                return await _computed(worker, request)
             except ModelNotFound:
                 version.proven.discard(worker.url)  # it restarted: the version is brought back, once
                 await self._versions.ensure(worker, version)
-                done = await worker.client.complete(request)
-        return done.usage
+                return await _computed(worker, request)
 
     async def idle(self, most_running: int) -> bool:
         """Whether the workers have time: no request of this gateway runs beyond `most_running`, and they say the same
@@ -45,3 +45,13 @@ class Prefill:
         if sum(worker.in_flight for worker in self._router.workers) > most_running:
             return False
         return await self._router.idle(most_running)
+
+
+async def _computed(worker: Worker, request: CompletionRequest) -> Usage:
+    try:
+        return (await worker.client.complete(request)).usage
+    except WorkerRejected as error:
+        if "max_tokens" not in error.message:
+            raise
+        # vLLM's server generates at least one token; it is thrown away.
+        return (await worker.client.complete(replace(request, max_tokens=1))).usage

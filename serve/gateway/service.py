@@ -91,7 +91,7 @@ class Gateway:
                 try:
                     yield turn
                 finally:
-                    if plan.create and generation.asked and not turn.committed:
+                    if plan.create and asked.store and generation.asked and not turn.committed:
                         self.abandoned.forget(self._owner(plan), self.auth.cache_salt(asked.tenant))
         finally:
             self.turns.release(plan)

@@ -104,7 +104,7 @@ async def fork(request: Request) -> Response:
     try:
         return JSONResponse(_shown(await gateway.threads.run(make)))
     except NotFound as error:
-        raise gone_error(error) from error
+        raise gone_error(error, session_id) from error
 
 
 async def delete(request: Request) -> Response:

@@ -293,10 +293,7 @@ class Turns:
             return None
         try:
             for memory_id in dict.fromkeys(memory_ids):
-                if not self.busy.closed(asked.tenant, [memory_id]):
-                    hold.read("memory", memory_id)
-                    continue
-                raise Gone("memory", memory_id, "deleted")
+                hold.read("memory", memory_id)
             return self.prefix(asked.tenant, memory_ids)
         except Gone as error:
             raise gone_error(error, None if session is None else session.id) from error

@@ -55,6 +55,8 @@ class Script:
     prefill_gate: threading.Event | None = None
     """Holds back the answers to requests that generate nothing until it is set."""
     prefill_status: int = 200
+    at_least_one: bool = False
+    """Refuses to generate nothing, as vLLM's server does."""
     wrong_weights: bool = False
     """Loads adapters without applying them."""
 
@@ -197,7 +199,9 @@ class FakeWorker:
             return _error(404, f"The model {body['model']} does not exist.")
         if body.get("prompt_logprobs") is not None:
             return JSONResponse({"choices": self._scores(body, weights), "usage": _no_usage()})
-        if body.get("max_tokens") == 0:
+        if body.get("max_tokens") == 0 and self.script.at_least_one:
+            return _error(400, "max_tokens must be at least 1, got 0.")
+        if not body["stream"]:
             return await self._prefill(request, body, weights)
         return StreamingResponse(self._stream(body, weights), media_type="text/event-stream")
 

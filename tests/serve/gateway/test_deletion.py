@@ -149,6 +149,12 @@ def test_a_turn_that_was_never_kept_leaves_no_kv(
     # The first would have made a session that nobody can delete now; the second is the session's own to retry.
     first, second = (body["kv_transfer_params"]["kv_owner"] for body in worker.seen.bodies[1:])
     assert worker.seen.forgotten[0]["owners"] == [first] != [second]
+    # What asks for nothing to be kept is nobody's.
+    worker.script.gate.set()
+    _turn(client, "Hi", store=False)
+    assert worker.seen.bodies[-1]["kv_transfer_params"] == {"kv_save": False}
+    time.sleep(0.1)
+    assert len(worker.seen.forgotten) == 1
 
 
 def test_busy_sessions_and_deletions_exclude_each_other() -> None:

@@ -188,6 +188,14 @@ def test_what_is_not_computed_yet_is_computed_for_the_memory_first(
     assert len(worker.seen.prefills) == 2
 
 
+def test_a_server_that_must_generate_is_asked_for_one_token(gateway: RunningGateway, worker: FakeWorker) -> None:
+    worker.script.at_least_one = True
+    before = gateway.metric('kvloop_memory_prefetches_total{outcome="done"}')
+    memory = _create(gateway)
+    _wait(lambda: gateway.metric('kvloop_memory_prefetches_total{outcome="done"}') == before + 1)
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in worker.seen.bodies] == [(memory["tokens"], 1)]
+
+
 def test_a_turn_is_answered_where_the_memory_could_not_be_computed_ahead(
     client: openai.OpenAI, gateway: RunningGateway, worker: FakeWorker
 ) -> None:
@@ -288,7 +296,7 @@ def test_deleting_waits_for_the_turns_that_use_it(
         refused = gateway.delete(f"/v1/memories/{memory['id']}")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "memory_busy")
         assert worker.seen.forgotten == []
-        worker.script.gate.set()
+        worker.script.gate.set()  # and while a deletion waits, no turn begins with it
         list(running)
         assert _ask(client, memory_ids=[memory["id"]]).session_id, "it was not deleted, so it can be used"
         _gone(gateway, memory["id"])
@@ -327,3 +335,31 @@ def test_tenants_do_not_see_each_other(keyed: RunningGateway) -> None:
         assert answer.status_code == 404
     assert keyed.get("/v1/memories").status_code == 401
     assert keyed.get(f"/v1/memories/{memory['id']}", headers=ann).status_code == 200
+
+
+def test_no_turn_begins_with_a_memory_that_is_being_deleted(gateway: RunningGateway, worker: FakeWorker) -> None:
+    memory = _create(gateway)
+    worker.script.gate = threading.Event()
+    with gateway.client() as client:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        extra = {"memory_ids": [memory["id"]]}
+        running = iter(client.chat.completions.create(model="kvloop", messages=messages, stream=True, extra_body=extra))
+        next(running)
+        deleted: list[Any] = []
+        thread = threading.Thread(target=lambda: deleted.append(gateway.delete(f"/v1/memories/{memory['id']}")))
+        thread.start()
+        codes: list[str] = []
+
+        def refused() -> bool:
+            try:
+                client.chat.completions.create(model="kvloop", messages=messages, stream=True, extra_body=extra).close()
+            except openai.ConflictError as error:
+                codes.append(str(error.code))
+            return bool(codes)
+
+        _wait(refused)
+        worker.script.gate.set()
+        list(running)
+        thread.join()
+    assert codes == ["memory_busy"]
+    assert deleted[0].status_code == 200
