@@ -91,6 +91,10 @@ class KVSettings(BaseModel):
     load_threads: int = Field(default=2, ge=1, le=64)
     """Threads that read, verify and decode the chunks of one load."""
 
+    stall_seconds: float = Field(default=10.0, gt=0)
+    """How long one chunk may take to come before the disk counts as hanging: the rest is computed, and the disk is left
+    alone for `retry_seconds`."""
+
     writer_nice: int = Field(default=10, ge=0, le=19)
     """Niceness of the writer's thread, so that encoding yields to serving."""
 

@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import Chain, Ids, KVIdentity, TokenIds, owner_id, prefix_digests
 from memory.kv.known import Known
+from memory.kv.loading import Loaders, Place
 from memory.kv.match import ChunkRef, Match, find_prefix
 from memory.kv.settings import KVSettings
 from memory.kv.stats import KVStats
@@ -73,8 +73,7 @@ class KVStore:
         self._tiers: list[Lookup] = [self._ram]
         self._known = Known()  # what is on disk, so that `save` need not ask the index
         self._closed = False
-        self._threads = min(settings.load_threads, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvloop-kv-load")
+        self._loaders = Loaders(min(settings.load_threads, len(os.sched_getaffinity(0))))
         if settings.disk_bytes:
             self._disk = DiskTier(settings, folder, self.codecs, self.fidelity, self._counters, self._known.unlearn)
             self._writer = Writer(
@@ -138,42 +137,38 @@ class KVStore:
         """
         _check(identity, out, _end(match), "out")
         started = time.perf_counter()
-        restored: list[tuple[ChunkRef, Loaded]] = []
-        for chunk, loaded in zip(match.chunks, self._restore(identity, match, out), strict=False):
-            if loaded is None:
-                break
-            restored.append((chunk, loaded))
+        restored = list(zip(match.chunks, self._restore(identity, match, out), strict=False))
         if restored:
             self._account(restored, time.perf_counter() - started)
             self._promote(identity, restored, out)
         return [loaded for _, loaded in restored]
 
-    def _restore(self, identity: KVIdentity, match: Match, out: KVArray) -> Iterable[Loaded | None]:
-        """For each chunk in order how it came, or None where it did not come."""
-        if self._closed:
-            return []
+    def _restore(self, identity: KVIdentity, match: Match, out: KVArray) -> list[Loaded]:
+        """How the chunks came, in order, up to the first that did not come."""
         digest = identity.digest()
+        if self._closed or any(chunk.identity != digest for chunk in match.chunks):
+            return []
         ahead = self._disk.read_ahead(match.chunks) if self._disk is not None else None
 
-        def restore(chunk: ChunkRef) -> Loaded | None:
+        def restore(chunk: ChunkRef, place: Place) -> Loaded | None:
             if ahead is not None:
                 ahead.reach(chunk)
-            return self._restore_one(identity, digest, match.least, chunk, _part(out, chunk))
+            return self._restore_one(identity, match.least, chunk, _part(out, chunk), place)
 
-        if len(match.chunks) == 1 or self._threads == 1 or all(chunk.tier == "ram" for chunk in match.chunks):
-            return map(restore, match.chunks)  # lazily: nothing after a bad chunk is read
-        return list(self._pool.map(restore, match.chunks))
+        found, stalled = self._loaders.run(match.chunks, restore, self.settings.stall_seconds)
+        if self._disk is not None and (stalled or any(loaded.tier == "disk" for loaded in found)):
+            self._disk.came(stalled=stalled)
+        return found
 
     def _restore_one(
-        self, identity: KVIdentity, digest: bytes, least: Fidelity, chunk: ChunkRef, out: KVArray
+        self, identity: KVIdentity, least: Fidelity, chunk: ChunkRef, out: KVArray, place: Place
     ) -> Loaded | None:
-        if chunk.identity != digest:
-            return None
         held = self._ram.get(chunk.key) or (self._writer.get(chunk.key) if self._writer else None)
         if held is not None and _serves(held, least, chunk):
-            out[...] = held.kv[:, :, :, : chunk.tokens]
+            with place.writing():
+                out[...] = held.kv[:, :, :, : chunk.tokens]
             return Loaded(chunk.tokens, "ram", held.fidelity)
-        fidelity = self._disk.read(chunk, identity, least, out) if self._disk is not None else None
+        fidelity = self._disk.read(chunk, identity, least, out, place) if self._disk is not None else None
         if fidelity is not None:
             return Loaded(chunk.tokens, "remote" if chunk.tier == "remote" else "disk", fidelity)
         self._known.unlearn([chunk.key])
@@ -297,7 +292,7 @@ class KVStore:
             logger.warning("KV memory was closed with chunks still to write")
         if self.upkeep is not None:
             self.upkeep.close()
-        self._pool.shutdown()
+        self._loaders.close()
         if self._disk is not None:
             self._disk.close()
         self._ram.clear()

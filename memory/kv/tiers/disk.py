@@ -38,6 +38,7 @@ from memory.kv.fidelity import RUNGS, Fidelity, FidelityRecords, at_least, fidel
 from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
 from memory.kv.keyring import KeyringError, OwnerForgotten
+from memory.kv.loading import Place
 from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
 from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats, kept_of
@@ -83,6 +84,7 @@ class DiskTier:
         self._counters = counters
         self._evicted = evicted
         self._trouble = Trouble("KV memory on disk", settings.retry_seconds)
+        self._stall = Trouble("reading KV memory", settings.retry_seconds)
         self._refused: dict[bytes, None] = {}  # files of no use that stay: bad ones, and those without a key here
         self._damaged = False
         self._maintenance = threading.Lock()
@@ -159,7 +161,15 @@ class DiskTier:
         """What has the kernel read these chunks before they are read in this order."""
         return ReadAhead(self.folder, refs if len(refs) > 1 else ())
 
-    def read(self, ref: ChunkRef, identity: KVIdentity, least: Fidelity, out: KVArray) -> Fidelity | None:
+    def came(self, *, stalled: bool) -> None:
+        """Is told after each load whether the disk hung; then it is left alone for a while."""
+        if stalled:
+            self._counters.add("read_errors")
+            self._stall.failed(TimeoutError("no chunk came in time"))
+        else:
+            self._stall.recovered()
+
+    def read(self, ref: ChunkRef, identity: KVIdentity, least: Fidelity, out: KVArray, place: Place) -> Fidelity | None:
         """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`; returns how exact.
 
         None where the chunk is gone, unreadable or bad; a bad one is quarantined. `out` then holds anything.
@@ -170,7 +180,7 @@ class DiskTier:
 
         try:
             data = self._fetch(ref) if ref.tier == "remote" else None
-            return self._reader.restore(ref, identity, least, out, cipher, data)
+            return self._reader.restore(ref, identity, least, out, cipher, place, data)
         except FileNotFoundError:
             self._counters.add("lost")  # evicted or moved meanwhile, by this process or another
             self._strike_from_disk(ref.key)
@@ -218,6 +228,8 @@ class DiskTier:
 
     def _ask(self, question: Callable[[], Answer], nothing: Answer) -> Answer:
         """The index's answer, or `nothing` where it has none; a damaged one is mended later, off this path."""
+        if self._stall.blocks():
+            return nothing
         try:
             return question()
         except sqlite3.Error as error:
@@ -472,5 +484,5 @@ class DiskTier:
 
     @property
     def trouble(self) -> str:
-        """Why nothing is written at the moment; empty while all is well."""
-        return self._trouble.reason
+        """Why nothing is written or read at the moment; empty while all is well."""
+        return self._trouble.reason or self._stall.reason

@@ -20,6 +20,7 @@ from memory.kv.codec.base import Codec, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import Fidelity, at_least
 from memory.kv.identity import KV_DTYPES, Ids, KVIdentity, key_of, prefix_digests
+from memory.kv.loading import Place
 from memory.kv.match import ChunkRef
 from memory.kv.tiers.folder import ChunkFolder
 
@@ -56,11 +57,12 @@ class ChunkReader:
         least: Fidelity,
         out: KVArray,
         find: FindCipher,
+        place: Place,
         data: memoryview | None = None,
     ) -> Fidelity:
         """Writes the tokens of `ref` into `out`, `[layers, 2, kv_heads, ref.tokens, head_dim]`; returns how exact.
 
-        `data` is the file, where it did not come from the folder.
+        `data` is the file, where it did not come from the folder. Raises `TakenBack` where `place` was, too.
         """
         digest = identity.digest()
 
@@ -79,11 +81,13 @@ class ChunkReader:
             raise Gone
         codec = self._codec(header)
         if header.tokens == ref.tokens:
-            codec.decode(payload, out, header.start)
+            with place.writing():
+                codec.decode(payload, out, header.start)
         else:
             whole = np.empty(header.shape, out.dtype)
             codec.decode(payload, whole, header.start)
-            out[...] = whole[:, :, :, : ref.tokens]
+            with place.writing():
+                out[...] = whole[:, :, :, : ref.tokens]
         return header.fidelity
 
     def load(self, key: bytes, find: FindCipher) -> Whole:
