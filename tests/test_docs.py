@@ -147,7 +147,9 @@ def test_every_endpoint_of_the_worker_is_described(tmp_path: Path) -> None:
     [
         ("Chat completions", bodies.ChatBody),
         ("Responses", bodies.ResponsesBody),
+        ("Sessions", bodies.SessionBody),
         ("Sessions", bodies.ForkBody),
+        ("Memories", bodies.MemoryBody),
         ("Feedback", bodies.FeedbackBody),
         ("The internal API", bodies.ActivateBody),
     ],
