@@ -146,12 +146,14 @@ class CostModel:
         with self._lock:
             tiers: tuple[TierName, ...] = ("ram", "disk", "remote")
             rates: dict[str, float | None] = {
-                tier: 1 / self._load.cost(f"read {tier}") if self._load.measured(f"read {tier}") else None
+                # A cost of nothing is a measurement that another kind explains: it tells no rate.
+                tier: 1 / seconds if self._load.measured(f"read {tier}") and seconds > 0 else None
                 for tier in tiers
+                for seconds in [self._load.cost(f"read {tier}")]
             }
             for name, fit in (("prefill", self._prefill), ("lift", self._lift)):
                 seconds = self._computing(fit, 0, self._step_tokens)
-                rates[name] = self._step_tokens / seconds if fit.measured("token") else None
+                rates[name] = self._step_tokens / seconds if fit.measured("token") and seconds > 0 else None
             return rates
 
     def costs(self) -> dict[str, float]:
