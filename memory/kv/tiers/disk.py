@@ -291,7 +291,8 @@ class DiskTier:
         with self.exclusive():
             if self.keys.is_destroyed(chunk.owner):
                 raise OwnerForgotten
-            if not self._room.make(self.index, chunk.key, len(data), chunk.stamp):
+            parent = chunk.parent if chunk.start else None
+            if not self._room.make(self.index, chunk.key, parent, len(data), chunk.stamp):
                 self._counters.add("dropped")
                 return False
             self._put(header, chunk.prefix, data, chunk.stamp)
@@ -342,7 +343,8 @@ class DiskTier:
                 row = self.index.rows([key]).get(key)
                 if row is None or row.tier != "remote" or header.key != key or self.keys.is_destroyed(row.owner):
                     return
-                if self._room.make(self.index, key, len(data), row.last_used):
+                parent = header.parent if header.start else None
+                if self._room.make(self.index, key, parent, len(data), row.last_used):
                     self._put(header, prefix, data, row.last_used)
         except (OSError, sqlite3.Error, BadChunk) as error:
             self._counters.add("write_errors")

@@ -3,6 +3,10 @@
 Invariants:
 - The chunks worth least leave first, and never one that is used by the very sequence that wants the room: a chain is
   cut at its end, and storing does not drive out what was stored a moment ago for the same sequence.
+- What left and comes again drives out only what was used longer ago than itself before. So sequences that come in
+  turns and do not fit together settle: some of them stay, instead of each driving out the one that comes next. One
+  that comes again soon after is let in: it has shown that it is used more often.
+- Nothing is driven out for a chunk whose parent is not stored: nobody would find it.
 - What leaves goes to the remote tier where there is one that takes it. It is deleted here only once it is there, and
   where the remote does not take it, it is gone.
 """
@@ -10,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,6 +25,8 @@ from memory.kv.tiers.index import Index, Victim
 from memory.kv.tiers.remote import RemoteTier
 
 EVICTION_BATCH = 64
+REMEMBERED_KEYS = 1 << 17
+"""Of chunks that left, and when they were used last; in this process."""
 
 
 def open_remote(
@@ -49,11 +56,13 @@ class Room:
         self._remote = remote
         self._counters = counters
         self._evicted = evicted
+        self._left: OrderedDict[bytes, float] = OrderedDict()
 
-    def make(self, index: Index, key: bytes, size: int, stamp: float) -> bool:
+    def make(self, index: Index, key: bytes, parent: bytes | None, size: int, stamp: float) -> bool:
         """Makes room for a file of `size` bytes in the place of the chunk's older one, if there is one.
 
-        False where there is none to be had; `OSError` where the file system has too little for others.
+        `parent` is None for the first chunk of a sequence; `stamp` is when the sequence is used. False where no room
+        is to be had; `OSError` where the file system has too little for others.
         """
         before = index.rows([key]).get(key)
         needed = size - (before.size if before is not None and before.tier == "disk" else 0)
@@ -64,11 +73,21 @@ class Room:
             return False
         if needed > budget:
             raise OSError(errno.ENOSPC, f"{free} bytes free, of which {self._settings.disk_reserve_bytes} are reserved")
-        victims = self._choose(index, used + needed - budget, stamp)
-        if victims is None:
+        excess = used + needed - budget
+        if excess <= 0:
+            return True
+        victims = self._choose(index, excess, stamp) if parent is None or index.find([parent]) else None
+        before_that = self._left.pop(key, None)
+        if victims is None or (before_that is not None and any(victim.worth >= before_that for victim in victims)):
+            self._remember(key, stamp)
             return False
         self._remove(index, victims, self._remote)
         return True
+
+    def _remember(self, key: bytes, used: float) -> None:
+        self._left[key] = used
+        while len(self._left) > REMEMBERED_KEYS:
+            self._left.popitem(last=False)
 
     def keep_to_budget(self, index: Index) -> None:
         """Deletes what is beyond the budget, as when that was made smaller; asks nothing of a remote, to be quick."""
@@ -91,6 +110,8 @@ class Room:
         return victims
 
     def _remove(self, index: Index, victims: list[Victim], remote: RemoteTier | None) -> None:
+        for victim in victims:
+            self._remember(victim.key, victim.last_used)
         gone = [victim.key for victim in victims if not self.move_out(index, victim, remote)]
         for key in gone:
             self._folder.delete(key)

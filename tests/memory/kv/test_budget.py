@@ -143,8 +143,8 @@ def test_two_stores_on_one_folder_share_chunks_and_budget(tmp_path: Path) -> Non
         assert one.stats().disk == two.stats().disk
         # What the other one evicted is written again when it comes again.
         for seed in range(10):
-            save(one, prompt(CHUNK, seed=seed))  # notices that it is gone
-            save(one, prompt(CHUNK, seed=seed))
+            for _ in range(3):  # notices that it is gone, and that it comes more often than the others
+                save(one, prompt(CHUNK, seed=seed))
             assert restore(one, prompt(CHUNK, seed=seed)) == CHUNK
 
 
@@ -154,3 +154,49 @@ def test_free_space_is_left_to_others(tmp_path: Path) -> None:
         assert "reserved" in store.stats().disk_trouble
         assert store.stats().write_errors == 1
         assert store.stats().disk.chunks == 0
+
+
+@pytest.mark.parametrize(("sequences", "fit"), [(6, 4), (3, 2), (8, 2)])
+def test_sequences_that_come_in_turns_and_do_not_fit_do_not_drive_each_other_out(
+    tmp_path: Path, sequences: int, fit: int
+) -> None:
+    """Where the least recently used leaves, each drives out the one that comes next: nothing is ever found."""
+    one = size_of_one_chunk(tmp_path)
+    all_ids = [prompt(3 * CHUNK, seed=seed) for seed in range(sequences)]
+    with open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=3 * fit * one + 200) as store:
+        for ids in all_ids:
+            save(store, ids)
+        for _ in range(3):
+            evictions = store.stats().evictions
+            restored = 0
+            for ids in all_ids:
+                restored += restore(store, ids)
+                save(store, ids)
+            assert restored == fit * 3 * CHUNK, "as many as fit are found"
+            assert store.stats().evictions == evictions, "and nothing is written to be deleted"
+
+
+def test_what_left_and_comes_twice_in_a_row_is_let_in(tmp_path: Path) -> None:
+    one = size_of_one_chunk(tmp_path)
+    with open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=4 * one + 200) as store:
+        for seed in range(6):
+            save(store, prompt(CHUNK, seed=seed))
+        back = prompt(CHUNK, seed=0)
+        assert restore(store, back) == 0
+        save(store, back)
+        assert restore(store, back) == 0, "it came again after all the others"
+        save(store, back)
+        assert restore(store, back) == CHUNK, "it comes more often than they"
+        save(store, prompt(CHUNK, seed=9))
+        assert restore(store, prompt(CHUNK, seed=9)) == CHUNK, "what never left is always let in"
+
+
+def test_the_end_of_a_sequence_drives_nothing_out_when_its_beginning_is_not_stored(tmp_path: Path) -> None:
+    one = size_of_one_chunk(tmp_path)
+    ids = prompt(4 * CHUNK)
+    with open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=3 * one + 200) as store:
+        for seed in range(1, 4):
+            save(store, prompt(CHUNK, seed=seed))
+        store.save(identity(), ids, kv_of(ids)[:, :, :, 2 * CHUNK :], start=2 * CHUNK)
+        assert store.flush(20)
+        assert [restore(store, prompt(CHUNK, seed=seed)) for seed in range(1, 4)] == [CHUNK] * 3
