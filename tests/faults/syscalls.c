@@ -105,12 +105,13 @@ static enum verdict judge(const char *call, const char *file, const int *errors,
     if (!armed_at || number < armed_at) return GO;
     int first = number == armed_at, count = 0;
     while (errors[count]) count++;
-    int fits = (armed_mode == FAIL && first) || (armed_mode == SHORT && first && need == DATA) ||
-               (armed_mode == TORN && first && need == DATA) || (armed_mode == FULL && need >= ROOM) ||
+    int half = need == DATA && (armed_mode == SHORT || armed_mode == TORN || armed_mode == FULL);
+    int fits = (armed_mode == FAIL && first) || (armed_mode == FULL && need >= ROOM) ||
                (armed_mode == DEAD && need >= ACCESS);
-    if (!fits) return GO; /* KILL is seen to after the call */
-    __atomic_add_fetch(&report->broken, 1, __ATOMIC_SEQ_CST);
-    if (need == DATA && first && armed_mode != FAIL && armed_mode != DEAD) return HALF;
+    if (!fits && !half) return GO; /* KILL is seen to after the call */
+    int before = __atomic_fetch_add(&report->broken, 1, __ATOMIC_SEQ_CST);
+    if (half && !before) return HALF; /* the first write from there on: threads move calls about a little */
+    if (!fits) return GO;
     errno = armed_mode == FULL ? ENOSPC : armed_mode == DEAD ? EIO : errors[armed_at % count];
     return BREAK;
 }

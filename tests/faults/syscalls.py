@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -63,17 +64,18 @@ class Outcome:
     happened: bool = False
     unhandled: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.scenario}: call {self.at} ({self.call}), {self.mode}: {self.unhandled + self.wrong + self.lost}"
+        return f"{self.scenario}: call {self.at} ({self.call}), {self.mode}: {self.unhandled + self.wrong}"
 
 
 class Sweep:
-    """Use with `with`; `folder` holds the library and the folders that are broken."""
+    """Use with `with`. Works in memory where it can: broken calls need no real disk, and syncing one takes long."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        memory = Path("/dev/shm")
+        self._scratch = tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
+        self._folder = folder = Path(self._scratch.name)
         self._library = folder / "syscalls.so"
         self._templates = {name: folder / f"template-{name}" for name in SCENARIOS}
         self._calls: dict[str, list[str]] = {}
@@ -96,7 +98,7 @@ class Sweep:
         )
         for scenario in SCENARIOS:
             outcome, calls = self._run(scenario, "fail", 0)
-            assert not outcome.unhandled + outcome.wrong + outcome.lost, outcome
+            assert not outcome.unhandled + outcome.wrong, outcome
             self._calls[scenario] = calls
         return self
 
@@ -106,6 +108,7 @@ class Sweep:
         with self._child:
             assert self._child.stdin is not None
             self._child.stdin.close()
+        self._scratch.cleanup()
 
     def calls(self, scenario: str) -> list[str]:
         """The calls that the scenario makes when nothing is broken."""
@@ -121,6 +124,19 @@ class Sweep:
             for at, call in enumerate(calls, 1)
             if (mode not in ("short", "torn") or call.startswith(WRITES))
             and (mode == "fail" or not call.startswith(LOCKS))
+        ]
+
+    def sample(self, of_each: int) -> list[tuple[str, str, int]]:
+        """Up to so many faults of each scenario, mode and name of call, spread over the scenario."""
+        groups: dict[tuple[str, str, str], list[tuple[str, str, int]]] = {}
+        for scenario, mode, at in self.faults():
+            name = self._calls[scenario][at - 1].split(" ")[0]
+            groups.setdefault((scenario, mode, name), []).append((scenario, mode, at))
+        return [
+            group[(2 * number + 1) * len(group) // (2 * of_each)]
+            for group in groups.values()
+            for number in range(of_each)
+            if len(group) > number
         ]
 
     def run(self, faults: list[tuple[str, str, int]]) -> Iterator[Outcome]:
