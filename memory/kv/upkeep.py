@@ -208,9 +208,13 @@ class Upkeep:
         self._lock = descriptor
 
     def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            os.close(lock)
+        except OSError as error:  # the descriptor is gone, and with it the lock, whatever closing says
+            logger.warning("upkeep of KV memory: closing its lock fails: %s", error)
 
     @property
     def _path(self) -> Path:

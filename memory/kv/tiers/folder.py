@@ -92,12 +92,12 @@ class ChunkFolder:
         for key in keys:
             try:
                 descriptor = os.open(self._name(key), os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(descriptor)
             except OSError:
                 continue  # whoever reads it will say so
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
 
     def scratch(self, name: str, size: int) -> memoryview:
         """`size` bytes that this thread reuses: fresh memory would cost as much as the reading."""
