@@ -147,7 +147,7 @@ class DivergenceBody(Body):
     """Rungs whose codec the KV goes through."""
     versions: list[Name] = Field(default_factory=list)
     """Resident versions whose KV is used instead."""
-    answer_tokens: int = Field(default=16, ge=0, le=MAX_ANSWER_TOKENS)
+    answer_tokens: int = Field(default=0, ge=0, le=MAX_ANSWER_TOKENS)
     """Length of the greedy answers after each prompt that are compared; less where the context ends before."""
 
 

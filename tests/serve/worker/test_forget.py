@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from serve.backends.client import CompletionsClient
@@ -11,8 +13,15 @@ from tests.serve.worker.conftest import Worker
 LONG = list(prompt(300))
 
 
-def complete(worker: Worker, salt: str = "") -> int:
-    body = {"model": "base", "prompt": LONG, "max_tokens": 4, "temperature": 0, "cache_salt": salt}
+def complete(worker: Worker, salt: str = "", owner: str = "") -> int:
+    body = {
+        "model": "base",
+        "prompt": LONG,
+        "max_tokens": 4,
+        "temperature": 0,
+        "cache_salt": salt,
+        "kv_transfer_params": {"kv_owner": owner},
+    }
     answer = worker.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert worker.engine.memory is not None
@@ -22,23 +31,30 @@ def complete(worker: Worker, salt: str = "") -> int:
 
 
 async def test_what_is_forgotten_is_not_reused(worker: Worker) -> None:
-    complete(worker, "a")
-    assert complete(worker, "a") == 299
+    complete(worker, "a", "session")
+    assert complete(worker, "a", "session") == 288
     async with CompletionsClient(str(worker.client.base_url)) as client:
-        chunks = await client.forget([LONG], [0], "a")
-        assert chunks == {"ram": 2, "waiting": 0, "disk": 2, "quarantined": 0}
-        assert await client.forget([LONG], [0], "a") == dict.fromkeys(chunks, 0)
-    assert complete(worker, "a") == 0
+        assert (await client.forget(["another"], "a"))["disk"] == 0
+        assert (await client.forget(["session"], "b"))["disk"] == 0, "another tenant's session"
+        gone = await client.forget(["session"], "a")
+        assert (gone["object"], gone["keys"], gone["ram"], gone["disk"]) == ("kv.forgotten", 1, 2, 2)
+        assert (await client.forget(["session"], "a"))["disk"] == 0
+    assert complete(worker, "a", "session") == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"prompts": [[-5]]}, "token ids"), ({"prompts": [[1]], "keep_tokens": []}, "one for each"),
-        ({"prompts": [[1]], "keep_tokens": [-1]}, "keep"), ({"prompts": 5}, "prompts"), ({"prompt": [[1]]}, "prompt"),
-    ],
-)  # fmt: skip
-def test_bad_bodies_are_refused(worker: Worker, body: dict[str, object], says: str) -> None:
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "owners"),
+    ({"owners": "one"}, "owners"),
+    ({"owners": [""]}, "owners.0"),
+    ({"owners": ["x" * 300]}, "owners.0"),
+    ({"owners": [5]}, "owners.0"),
+    ({"owners": [], "prompts": [[1]]}, "prompts"),
+    ({"owners": [], "cache_salt": 3}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), BAD)
+def test_bad_bodies_are_refused(worker: Worker, body: dict[str, Any], says: str) -> None:
     answer = worker.client.post("/v1/kv/forget", json=body)
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]

@@ -1,0 +1,121 @@
+"""What the worker tells of its KV memory, and what requests may ask of it, over HTTP."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.backends.base import CompletionRequest
+from serve.backends.client import CompletionsClient
+from tests.serve.tiny import prompt
+from tests.serve.worker.conftest import Worker
+
+LONG = list(prompt(300))
+PROMPTS = [list(prompt(60, seed)) for seed in (1, 2)]
+
+
+def flush(worker: Worker) -> None:
+    assert worker.engine.memory is not None
+    assert worker.engine.memory.flush(20)
+
+
+async def test_a_prompt_is_stored_in_the_background_and_found_by_its_next_turn(worker: Worker) -> None:
+    async with CompletionsClient(str(worker.client.base_url)) as client:
+        ahead = CompletionRequest(
+            model="base", prompt=LONG, max_tokens=0, priority=1, kv_owner="memory", kv_expires_at=time.time() + 600
+        )
+        done = await client.complete(ahead)
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.cached_tokens) == (300, 0, 0)
+        assert [choice.token_ids for choice in done.choices] == [()]
+        flush(worker)
+        turn = CompletionRequest(model="base", prompt=[*LONG, 5, 6], max_tokens=2, kv_least_fidelity="exact")
+        usage = (await client.complete(turn)).usage
+    assert usage.cached_tokens == 300
+    extras = usage.extras
+    assert (extras["fidelity"], extras["lifted_tokens"], extras["remote_tokens"]) == ("exact", 0, 0)
+    assert [(span["source"], span["fidelity"]) for span in extras["spans"]] == [
+        ("ram", "exact"),
+        ("computed", "exact"),
+        ("generated", "exact"),
+    ]
+
+
+async def test_kv_of_another_version_is_told_as_stale(worker: Worker, tiny_adapter: Path) -> None:
+    async with CompletionsClient(str(worker.client.base_url)) as client:
+        await client.load_adapter("new", str(tiny_adapter))
+        await client.complete(CompletionRequest(model="base", prompt=LONG, max_tokens=1))
+        asked = CompletionRequest(model="new", prompt=LONG, max_tokens=1, kv_reuse_model="base")
+        extras = (await client.complete(asked)).usage.extras
+    assert extras["fidelity"] == "stale"
+    assert extras["spans"][0]["weights_id"] == worker.engine.versions.base.weights_id
+    assert extras["weights_id"] != worker.engine.versions.base.weights_id
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"kv_transfer_params": {"kv_least_fidelity": "best"}}, "kv_transfer_params.kv_least_fidelity"),
+    ({"kv_transfer_params": {"kv_owner": "x" * 300}}, "kv_transfer_params.kv_owner"),
+    ({"kv_transfer_params": {"kv_expires_at": -1}}, "kv_transfer_params.kv_expires_at"),
+    ({"kv_transfer_params": {"kv_expires_at": "soon"}}, "kv_transfer_params.kv_expires_at"),
+    ({"kv_transfer_params": {"kv_reuse_model": ""}}, "kv_transfer_params.kv_reuse_model"),
+    ({"kv_transfer_params": {"kv_owners": []}}, "kv_transfer_params.kv_owners"),
+    ({"priority": "low"}, "priority"),
+    ({"priority": 1, "n": 2}, "priority"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD_OPTIONS)
+def test_bad_options_are_refused_by_name(worker: Worker, options: dict[str, Any], says: str) -> None:
+    answer = worker.client.post("/v1/completions", json={"model": "base", "prompt": LONG} | options)
+    assert answer.status_code == 400, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_divergence_of_codecs_and_versions(worker: Worker, tiny_adapter: Path) -> None:
+    async with CompletionsClient(str(worker.client.base_url)) as client:
+        await client.load_adapter("new", str(tiny_adapter))
+        told = await client.divergence(
+            "new", PROMPTS, [40, 30], versions=["base", "new"], codecs=["exact", "int4"], answer_tokens=8
+        )
+    assert (told["object"], told["model"]) == ("kv.divergence", "new")
+    assert told["noise"]["kl_mean"] >= 0
+    for found in (*told["codecs"].values(), *told["versions"].values()):
+        assert found["tokens"] == 20 + 30
+        assert 0 <= found["answer_agreement"] <= 1
+    assert told["codecs"]["exact"]["kl_mean"] == told["versions"]["new"]["kl_mean"] == 0
+    assert told["versions"]["base"]["kl_mean"] > told["codecs"]["int4"]["kl_mean"] > 0
+
+
+DIVERGENCE = {"model": "base", "prompts": PROMPTS, "prefixes": [40, 30]}
+BAD_DIVERGENCES: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "none"}, 404, "none"),
+    ({"versions": ["none"]}, 404, "none"),
+    ({"prefixes": [40]}, 400, "prefixes"),
+    ({"prefixes": [40, 60]}, 400, "prefix"),
+    ({"prompts": [[]], "prefixes": [1]}, 400, "prompts.0"),
+    ({"prompts": [[1, 2], [1, 99999]], "prefixes": [1, 1]}, 400, "prompts.1"),
+    ({"prompts": [], "prefixes": []}, 400, "prompts"),
+    ({"codecs": ["best"]}, 400, "codecs.0"),
+    ({"codecs": ["compact"]}, 400, "codecs"),
+    ({"answer_tokens": -1}, 400, "answer_tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "says"), BAD_DIVERGENCES)
+def test_bad_divergences_are_refused_by_name(worker: Worker, change: dict[str, Any], status: int, says: str) -> None:
+    answer = worker.client.post("/v1/kv/divergence", json=DIVERGENCE | change)
+    assert answer.status_code == status, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+def test_the_report_tells_what_is_stored_and_what_it_costs(worker: Worker) -> None:
+    worker.client.post("/v1/completions", json={"model": "base", "prompt": LONG, "max_tokens": 1})
+    flush(worker)
+    told = worker.client.get("/v1/kv/report").json()
+    assert told["object"] == "kv.report"
+    assert [(entry["band"], entry["codec"], entry["tokens"]) for entry in told["holdings"]] == [("all", "exact", 300)]
+    assert told["records"] == []
+    assert told["stats"]["store"]["disk"]["chunks"] == 2
+    assert told["costs"]["prefill token"] > 0
