@@ -78,7 +78,7 @@ class Room:
             return True
         victims = self._choose(index, excess, stamp) if parent is None or index.find([parent]) else None
         before_that = self._left.pop(key, None)
-        if victims is None or (before_that is not None and any(victim.worth >= before_that for victim in victims)):
+        if victims is None or (before_that is not None and any(_used(victim) >= before_that for victim in victims)):
             self._remember(key, stamp)
             return False
         self._remove(index, victims, self._remote)
@@ -133,3 +133,8 @@ class Room:
         remote.keep([victim.key])
         self._folder.delete(victim.key)
         return True
+
+
+def _used(victim: Victim) -> float:
+    """When a chunk was used last; one that another chunk stands in for, as good as never."""
+    return min(victim.last_used, victim.worth)
