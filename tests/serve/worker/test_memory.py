@@ -14,7 +14,7 @@ from tests.serve.tiny import prompt
 from tests.serve.worker.conftest import Worker
 
 LONG = list(prompt(300))
-PROMPTS = [list(prompt(60, seed)) for seed in (1, 2)]
+PROMPTS = [list(prompt(230, seed)) for seed in (1, 2)]
 
 
 def flush(worker: Worker) -> None:
@@ -77,7 +77,7 @@ async def test_divergence_of_codecs_and_versions(worker: Worker, tiny_adapter: P
     async with CompletionsClient(str(worker.client.base_url)) as client:
         await client.load_adapter("new", str(tiny_adapter))
         told = await client.divergence(
-            "new", PROMPTS, [40, 30], versions=["base", "new"], codecs=["exact", "int4"], answer_tokens=8
+            "new", PROMPTS, [210, 200], versions=["base", "new"], codecs=["exact", "int4"], answer_tokens=8
         )
     assert (told["object"], told["model"]) == ("kv.divergence", "new")
     assert told["noise"]["kl_mean"] >= 0
@@ -88,12 +88,12 @@ async def test_divergence_of_codecs_and_versions(worker: Worker, tiny_adapter: P
     assert told["versions"]["base"]["kl_mean"] > told["codecs"]["int4"]["kl_mean"] > 0
 
 
-DIVERGENCE = {"model": "base", "prompts": PROMPTS, "prefixes": [40, 30]}
+DIVERGENCE = {"model": "base", "prompts": PROMPTS, "prefixes": [210, 200]}
 BAD_DIVERGENCES: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "none"}, 404, "none"),
     ({"versions": ["none"]}, 404, "none"),
     ({"prefixes": [40]}, 400, "prefixes"),
-    ({"prefixes": [40, 60]}, 400, "prefix"),
+    ({"prefixes": [40, 230]}, 400, "prefix"),
     ({"prompts": [[]], "prefixes": [1]}, 400, "prompts.0"),
     ({"prompts": [[1, 2], [1, 99999]], "prefixes": [1, 1]}, 400, "prompts.1"),
     ({"prompts": [], "prefixes": []}, 400, "prompts"),
