@@ -43,6 +43,15 @@ class Install:
     api: Api
     worker: Worker
 
+    def reopen(self, *settings: str) -> None:
+        """The same home with other settings."""
+        self.running.stop()
+        self.api.close()
+        self.running = Running(self.config.home, self.running.model, *settings)
+        self.running.start()
+        self.api = Api(self.running.url)
+        self.worker = Worker(self.config.home, f"http://127.0.0.1:{self.running.worker_port}")
+
     def name(self, version: str) -> str:
         return serving_name(version, self.registry.version_path(version))
 
@@ -111,24 +120,25 @@ class Install:
 
 
 @pytest.fixture(scope="module")
-def install(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Install]:
+def install(tmp_path_factory: pytest.TempPathFactory, deep_model_dir: Path) -> Iterator[Install]:
     folder = tmp_path_factory.mktemp("swap")
     config = load((), folder / "home", {})
     registry = Registry(config.registry)
     for seed in (1, 2):
-        adapter = make_adapter(folder / f"adapter-{seed}", tiny_model_dir, seed)
+        adapter = make_adapter(folder / f"adapter-{seed}", deep_model_dir, seed)
         register(registry, adapter, f"run_{seed}")
     liar = shutil.copytree(folder / "adapter-2", folder / "adapter-3")
     other = json.loads((folder / "adapter-1" / "manifest.json").read_text())
     rewrite_manifest(liar, fingerprint=other["fingerprint"])
     register(registry, liar, "run_3")
-    running = Running(config.home, tiny_model_dir)
+    # Without refreshes: what is reused after a swap can then only come from turns.
+    running = Running(config.home, deep_model_dir, "gateway.refresh=false")
     running.start()
     api = Api(running.url)
     worker = Worker(config.home, f"http://127.0.0.1:{running.worker_port}")
     install = Install(running, config, registry, api, worker)
     yield install
-    api.close()
+    install.api.close()
     install.running.stop()
 
 
@@ -176,6 +186,8 @@ def test_swaps_under_traffic(install: Install) -> None:
 
 
 def test_a_session_goes_on_under_the_new_weights_without_the_old_kv(install: Install) -> None:
+    install.reopen()
+    _wait_until_serving(install, "base")
     first = install.api.ask(LONG + "The session begins.", max_tokens=4)
     before, computed = set(first.models), install.worker.computed_tokens()
     install.registry.set_alias(CHAMPION, "1")
@@ -220,7 +232,7 @@ def test_an_adapter_that_lies_is_refused_and_the_old_one_goes_on(install: Instal
     _wait_until_serving(install, install.name("2"))
 
 
-def test_a_home_whose_champion_is_an_adapter_can_be_moved(install: Install, tiny_model_dir: Path) -> None:
+def test_a_home_whose_champion_is_an_adapter_can_be_moved(install: Install, deep_model_dir: Path) -> None:
     """Last in this file: it leaves the install elsewhere."""
     install.registry.set_alias(CHAMPION, "2")
     _wait_until_serving(install, install.name("2"))
@@ -230,7 +242,7 @@ def test_a_home_whose_champion_is_an_adapter_can_be_moved(install: Install, tiny
     install.running.home.rename(moved)
     install.config = load((), moved, {})
     install.registry = Registry(install.config.registry)
-    install.running = Running(moved, tiny_model_dir)
+    install.running = Running(moved, deep_model_dir)
     install.running.start()
     _wait_until_serving(install, install.name("2"))
     install.registry.set_alias(CHAMPION, "1")
