@@ -150,7 +150,7 @@ inline float step_of_zeros(float low, float high, int& chosen) {
     float best = 0.0f;
     chosen = 0;
     for (int z = 0; z < 4; ++z) {
-        const float step = std::max(std::max(low * (-1.0f / float(9 - z)), high * (1.0f / float(6 + z))), 0.0f);
+        const float step = std::max(std::max(low * (-1.0f / float(9 - z)), high * (1.0f / float(6 + z))), 0.0f) + 0.0f;  // not -0
         if (z == 0 || step < best) best = step, chosen = z;
     }
     return best;

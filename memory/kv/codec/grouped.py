@@ -175,7 +175,8 @@ def to_float(head: KVArray) -> F32:
     """The numbers of an array as float32. Its values must not be written to."""
     if head.dtype == np.uint16:
         return (head.astype(np.uint32) << 16).view(np.float32)
-    return head.astype(np.float32, copy=False)
+    with np.errstate(invalid="ignore"):  # signalling NaN of float16 become quiet; they are not coded
+        return head.astype(np.float32, copy=False)
 
 
 def from_float(numbers: F32, dtype: np.dtype[Any]) -> KVArray:
@@ -195,8 +196,9 @@ def _step(coding: Coding, low: F32, high: F32) -> tuple[F32, NDArray[np.int64]]:
     if coding.keys:
         step = np.maximum((high - low) * (one / np.float32(15)), far * (one / np.float32(130)))
         return step, np.zeros(low.shape, np.int64)
+    zero = np.float32(0)  # added, it makes 0 of -0, whose bits would be a scale
     steps = np.stack([
-        np.maximum(np.maximum(low * (-one / np.float32(9 - z)), high * (one / np.float32(6 + z))), np.float32(0))
+        np.maximum(np.maximum(low * (-one / np.float32(9 - z)), high * (one / np.float32(6 + z))), zero) + zero
         for z in range(4)
     ])  # fmt: skip
     chosen = steps.argmin(axis=0)
