@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 
 HALF_LIFE = 8
-PULL = 1e-5
-"""Weight of the expectation against one measurement."""
+PULL = 1e-12
+"""Weight of the expectation against one measurement: no more than keeps what was never measured as expected."""
 TRUSTED_AFTER = 3
 WILD = 8.0
 """Once measured `TRUSTED_AFTER` times, a cost is not believed to have changed by more than this factor at once."""

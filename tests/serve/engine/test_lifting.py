@@ -177,7 +177,7 @@ def test_what_enters_the_layer_is_not_read_by_an_ordinary_restore(
 
 
 def test_session_after_session_nothing_is_missing(start: StartEngine) -> None:
-    """Each turn is restored without the states that enter the layer; what is stored of them has no holes all the same."""
+    """Each turn is restored without the states that enter the layer; still, what is stored of them has no holes."""
     engine = start()
     history = LONG[:70]
     for turn in range(5):
