@@ -38,13 +38,14 @@ class RefreshQueue:
         """Queues the sessions that are not at this version, and drops what waits for others; how many it queued."""
         return await self._threads.run(self._fill, version) if self._settings.refresh else 0
 
-    async def climb(self, tenant: str, session_id: str, tokens: int, version: Version) -> None:
-        """Queues a session that has just been answered from KV that was not exact, or not of this version."""
+    async def add(self, tenant: str, session_id: str, tokens: int, version: Version, reason: RefreshReason) -> None:
+        """Queues a session that has just had a turn: to `climb`, where it was answered from KV that was not exact or
+        not of this version; to be taken along by a `promote` that began while its first turn ran."""
         sleeper = Sleeper(
             tenant=tenant, session_id=session_id, version=None, updated_at=self._journal.now(), tokens=tokens
         )
         if self._settings.refresh:
-            await self._threads.run(self._journal.queue_refreshes, [self._wanted(sleeper, version, "climb")])
+            await self._threads.run(self._journal.queue_refreshes, [self._wanted(sleeper, version, reason)])
             self._versions.news.set()
 
     async def best(self, version: Version) -> Refresh | None:

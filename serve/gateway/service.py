@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memory.journal.journal import Journal
+from memory.journal.records import RefreshReason
 from serve.backends.client import CompletionsClient
 from serve.backends.router import Router
 from serve.gateway.auth import Auth
@@ -175,21 +176,29 @@ class Turn:
             self.committed = True
             if moves_to is not None and self.plan.origin is not None and self.plan.origin.version not in (None, key):
                 metrics.flips.labels("turn").inc()
-            await self._climb()
+            await self._queue()
         metrics.count_tokens(self._generation.usage, self.completion_tokens)
         metrics.turn.observe(self._generation.duration_ms / 1000)
 
-    async def _climb(self) -> None:
-        """Has KV computed anew that was not exact, or not of this version, for the session may return once more."""
-        known = self._gateway.versions.known()
-        if self.plan.session_id is None or known is None or known.weights_id != self.version.weights_id:
+    async def _queue(self) -> None:
+        """Has the session refreshed where it needs to be and nobody knows of it yet."""
+        serving, reason = self._gateway.versions.known(), self._refresh_reason()
+        if self.plan.session_id is None or serving is None or reason is None:
             return
-        if str(self._generation.usage.extras.get("fidelity") or "exact") != "exact":
-            tenant, tokens = self.plan.asked.tenant, self.prompt_tokens + self.completion_tokens
-            try:
-                await self._gateway.queue.climb(tenant, self.plan.session_id, tokens, self.version)
-            except ApiError as error:  # the turn is kept all the same; the next one will ask again
-                event("a session was not queued", level=logging.WARNING, reason=error.message)
+        tenant, tokens = self.plan.asked.tenant, self.prompt_tokens + self.completion_tokens
+        try:
+            await self._gateway.queue.add(tenant, self.plan.session_id, tokens, serving, reason)
+        except ApiError as error:  # the turn is kept all the same; the next one will ask again
+            event("a session was not queued", level=logging.WARNING, reason=error.message)
+
+    def _refresh_reason(self) -> RefreshReason | None:
+        serving, origin = self._gateway.versions.known(), self.plan.origin
+        if serving is not None and serving.weights_id == self.version.weights_id:
+            exact = str(self._generation.usage.extras.get("fidelity") or "exact") == "exact"
+            return None if exact else "climb"
+        # The served version changed while the first turn ran, after the sessions there were had been queued.
+        came_late = self.plan.create or origin is None or origin.version is None
+        return "promote" if self._follows and came_late else None
 
     def _reply(self, index: int, params: dict[str, Any]) -> Reply:
         choice, usage = self._generation.choices[index], self._generation.usage

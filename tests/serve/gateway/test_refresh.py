@@ -102,6 +102,22 @@ def test_a_session_in_use_stays_until_it_is_refreshed(
     assert gateway.metric("kvloop_refresh_waiting") == 0
 
 
+def test_a_session_that_began_while_the_version_changed_is_taken_along(
+    gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker, tmp_path: Path
+) -> None:
+    worker.script.gate = threading.Event()
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    running = iter(client.chat.completions.create(model="kvloop", messages=messages, stream=True))
+    session = next(running).session_id  # type: ignore[attr-defined]
+    _promote(gateway, make_adapter(tmp_path / "v1", "one"))
+    _wait(lambda: _progress(gateway)["version"] == "v1")
+    time.sleep(0.1)
+    worker.script.gate.set()
+    assert {chunk.model for chunk in running} == {BASE_NAME}
+    _wait(lambda: _version(gateway, session) == "v1")
+    assert [body["model"] for body in worker.seen.prefills] == ["v1"]
+
+
 def test_a_client_that_names_a_version_gets_it(
     gateway: RunningGateway, client: openai.OpenAI, worker: FakeWorker, tmp_path: Path
 ) -> None:
