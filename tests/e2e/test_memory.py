@@ -21,6 +21,7 @@ from loop.jobs import promote
 from pipelines.registry import Registry
 from serve.gateway.text import TextCodec
 from tests.e2e.adapters import make_adapter, register
+from tests.e2e.conftest import LAYERS
 from tests.running import Running
 
 # MLflow and what it imports warn about themselves.
@@ -33,13 +34,16 @@ SECRET = "Zyrkowald hid eleven violet lanterns behind the Frobenmuehle granary. 
 PATIENCE = 60.0
 Json = dict[str, Any]
 CHUNK = 64
-SETTINGS = (f"worker.kv.chunk_tokens={CHUNK}", "worker.kv_shared_layers=1", "worker.kv.upkeep_seconds=0.5")
+SETTINGS = (f"worker.kv.chunk_tokens={CHUNK}", "worker.kv.upkeep_seconds=0.5")
 QUESTION = "Who keeps the key, and who counts the boats? " * 12
 
 
 @dataclass
 class Install:
-    """A running kvloop on a tiny model; version 1 starts at layer 1 of 2. `sessions` are made by the first test."""
+    """A running kvloop; version 1 starts where training would, at layer 4 of 10.
+
+    The first test makes the memory and the `sessions`: two that attach it, and one that tells a secret.
+    """
 
     running: Running
     config: Config
@@ -101,14 +105,18 @@ def _told(answer: httpx.Response) -> Json:
 
 
 @pytest.fixture(scope="module")
-def install(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Install]:
+def install(tmp_path_factory: pytest.TempPathFactory, deep_model_dir: Path) -> Iterator[Install]:
     folder = tmp_path_factory.mktemp("memory")
     config = load((), folder / "home", {})
     registry = Registry(config.registry)
-    register(registry, make_adapter(folder / "adapter-1", tiny_model_dir, 1, layers_to_transform=[1]), "run_1")
-    running = Running(config.home, tiny_model_dir, *SETTINGS, "gateway.refresh=false", "gateway.pin_seconds=0")
+    register(
+        registry,
+        make_adapter(folder / "adapter-1", deep_model_dir, 1, layers_to_transform=[*range(4, LAYERS)]),
+        "run_1",
+    )
+    running = Running(config.home, deep_model_dir, *SETTINGS, "gateway.refresh=false", "gateway.pin_seconds=0")
     running.start()
-    install = Install(running, config, registry, TextCodec(tiny_model_dir))
+    install = Install(running, config, registry, TextCodec(deep_model_dir))
     yield install
     install.running.stop()
 

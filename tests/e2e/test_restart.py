@@ -78,8 +78,8 @@ class Talk:
 
 
 @pytest.fixture(scope="module")
-def talk(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[Talk]:
-    running = Running(tmp_path_factory.mktemp("restart") / "home", tiny_model_dir, *KV)
+def talk(tmp_path_factory: pytest.TempPathFactory, deep_model_dir: Path) -> Iterator[Talk]:
+    running = Running(tmp_path_factory.mktemp("restart") / "home", deep_model_dir, *KV)
     running.start()
     talk = Talk(running)
     yield talk
@@ -115,7 +115,7 @@ def test_after_kill_9_of_everything_the_next_turn_restores_from_disk(talk: Talk)
     check_resumed(talk, before, talk.turn("And on the fourth?"))
 
 
-def test_the_home_folder_can_be_moved(talk: Talk, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_home_folder_can_be_moved(talk: Talk, deep_model_dir: Path, tmp_path: Path) -> None:
     if talk.session_id is None:
         talk.turn(NOTES)
     talk.worker.wait_until_written()
@@ -124,7 +124,7 @@ def test_the_home_folder_can_be_moved(talk: Talk, tiny_model_dir: Path, tmp_path
     moved = tmp_path / "another place" / "home"
     moved.parent.mkdir()
     talk.running.home.rename(moved)
-    talk.running = Running(moved, tiny_model_dir, *KV)
+    talk.running = Running(moved, deep_model_dir, *KV)
     talk.running.start()
     check_resumed(talk, before, talk.turn("And on the fifth?"))
     with talk.running.client() as client:
