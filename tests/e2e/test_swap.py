@@ -31,8 +31,6 @@ LONG = "Some notes that are asked about again and again. " * 80
 QUESTIONS = ("What is a lantern?", "Who repairs clocks?", "Where does the river end?", "When does the shop open?")
 FOLLOW_SECONDS = 60.0
 CHUNK_TOKENS = 256
-AT_ONCE = ("gateway.refresh=false", "gateway.pin_seconds=0")
-"""Sessions move at once, and nothing computes their KV ahead: what a turn reuses is what turns before it left."""
 
 
 @dataclass
@@ -244,7 +242,7 @@ def test_a_home_whose_champion_is_an_adapter_can_be_moved(install: Install, deep
     install.running.home.rename(moved)
     install.config = load((), moved, {})
     install.registry = Registry(install.config.registry)
-    install.running = Running(moved, deep_model_dir, *AT_ONCE)
+    install.running = Running(moved, deep_model_dir)
     install.running.start()
     _wait_until_serving(install, install.name("2"))
     install.registry.set_alias(CHAMPION, "1")
