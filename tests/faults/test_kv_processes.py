@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from memory.kv.forget import Forgotten
 from memory.kv.tiers.lock import folder_lock
 from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
 
@@ -104,3 +105,25 @@ def test_two_tenants_in_two_processes_never_meet(tmp_path: Path, order: tuple[in
         assert first.flush(20)
         assert second.match(one, ids).tokens == 2 * CHUNK
         assert second.match(two, ids).tokens == 0
+
+
+def test_an_owner_is_forgotten_while_other_processes_store_for_it(tmp_path: Path) -> None:
+    children = [start("forgotten", tmp_path, 1000 * number) for number in range(2)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "open\n"
+            assert all(child.stdout.readline() for _ in range(3)), "it has stored three sequences"
+        with open_store(tmp_path, ram_bytes=0) as store:
+            gone = store.forget_owners("secret", ["session"])
+            assert gone.keys == 1
+            assert gone.disk > 0
+            for child in children:
+                out, error = child.communicate(timeout=60)
+                assert child.returncode == 0, (out, error)
+            assert not list(tmp_path.glob("chunks/?/?/*.kv")), "nothing was written after the deletion"
+            assert store.forget_owners("secret", ["session"]) == Forgotten()
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

@@ -81,7 +81,33 @@ def file_size_limit(folder: Path, number: int) -> None:
         assert restore(store, ids) == restore(store, new) == number
 
 
-MODES = {"write": write_until_killed, "share": share, "read-only": read_only, "limit": file_size_limit}
+def write_until_forgotten(folder: Path, number: int) -> None:
+    """Saves for an owner until nothing more is stored for it; then nothing of it is left, in RAM neither."""
+    saved: list[list[int]] = []
+    with open_store(folder) as store:
+        print("open", flush=True)
+        for seed in count(number):
+            ids = prompt(2 * CHUNK, seed=seed)
+            store.save(identity(), ids, kv_of(ids), owner="session")
+            assert store.flush(20)
+            saved.append(ids)
+            if store.stats().dropped:
+                break
+            print(seed, flush=True)
+        assert [restore(store, ids) for ids in saved] == [0] * len(saved)
+        store._ram.clear()
+        assert [restore(store, ids) for ids in saved] == [0] * len(saved)
+        stats = store.stats()
+        assert stats.write_errors == stats.read_errors == stats.index_errors == 0, stats
+
+
+MODES = {
+    "write": write_until_killed,
+    "share": share,
+    "read-only": read_only,
+    "limit": file_size_limit,
+    "forgotten": write_until_forgotten,
+}
 
 if __name__ == "__main__":
     MODES[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,3 +63,40 @@ def test_the_most_recently_used_siblings_come_first() -> None:
     assert all(ram.put(item) for item in items)
     ram.touch([items[1].key], 9.0)
     assert [stored.key for stored in ram.siblings(chain.root, 2)] == [items[1].key, items[4].key]
+
+
+def test_the_more_exact_one_stays() -> None:
+    ram = RamTier(BUDGET)
+    root = identity().digest()
+    best = len(RUNGS)
+    for rung in ("int4", "compact", "int8", "int4", "exact", "int8"):
+        item = chunk(root, 0, 10, 1.0, rung)
+        assert ram.put(item)
+        best = min(best, RUNGS.index(rung))
+        held = ram.get(item.key)
+        assert held is not None
+        assert held.fidelity == ram.find([item.key])[item.key].fidelity == RUNGS[best]
+        assert ram.stats().bytes == item.kv.nbytes
+
+
+def test_an_expired_chunk_leaves_and_makes_way() -> None:
+    ram = RamTier(BUDGET)
+    root = identity().digest()
+    item = chunk(root, 0, 10, 1.0)
+    assert ram.put(replace(item, expires=1.0))
+    assert ram.find([item.key]) == {}
+    assert ram.siblings(root, 5) == []
+    assert ram.get(item.key) is None
+    assert ram.stats().bytes == 0
+    assert ram.put(item)
+    assert ram.get(item.key) is item
+
+
+def test_chunks_are_found_by_their_owner() -> None:
+    ram = RamTier(BUDGET)
+    root = identity().digest()
+    mine, other = replace(chunk(root, 0, 10, 1.0), owner=b"m" * 16), chunk(root, 1, 10, 1.0)
+    assert ram.put(mine)
+    assert ram.put(other)
+    assert ram.owned_by({mine.owner}) == [mine.key]
+    assert ram.owned_by({b"x" * 16}) == []

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ class Disk:
 
     def __init__(self, fail: Callable[[ChunkData], bool] = lambda _: False) -> None:
         self.events: list[object] = []
+        self.fidelities: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -32,6 +34,7 @@ class Disk:
         if self._fail(item):
             raise RuntimeError("a fault in the codec")
         self.events.append(item.key)
+        self.fidelities.append(item.fidelity)
         return True
 
     def touch(self, uses: Iterable[Use]) -> None:
@@ -125,3 +128,65 @@ def test_a_disk_that_hangs_does_not_hang_closing() -> None:
     disk.gate.set()
     assert writer.flush(20)
     assert len(disk.events) == 1
+
+
+def test_of_two_that_wait_the_more_exact_is_written() -> None:
+    disk = Disk()
+    disk.gate.clear()
+    blocker = chunk(ROOT, 9, 10, 0.0)
+    rough, fine, rougher = (chunk(ROOT, 0, 10, 0.0, fidelity) for fidelity in ("int8", "exact", "int4"))
+    with writer_on(disk) as writer:
+        assert writer.submit(blocker)
+        assert disk.entered.wait(20)
+        for item in (rough, fine, rougher):
+            assert writer.submit(item)
+            assert writer.get(fine.key) is (rough if item is rough else fine)
+        assert writer.waiting_bytes == blocker.kv.nbytes + fine.kv.nbytes
+        disk.gate.set()
+        assert writer.flush(20)
+    assert disk.events == [blocker.key, fine.key]
+    assert disk.fidelities == ["exact", "exact"]
+
+
+def test_a_more_exact_one_that_comes_while_the_other_is_written_is_written_after_it() -> None:
+    disk = Disk()
+    disk.gate.clear()
+    rough, fine = chunk(ROOT, 0, 10, 0.0, "int8"), chunk(ROOT, 0, 10, 0.0)
+    with writer_on(disk) as writer:
+        assert writer.submit(rough)
+        assert disk.entered.wait(20)
+        assert writer.submit(fine)
+        assert writer.get(fine.key) is fine
+        disk.gate.set()
+        assert writer.flush(20)
+        assert writer.waiting_bytes == 0
+        assert writer.get(fine.key) is None
+    assert disk.fidelities == ["int8", "exact"]
+
+
+def test_cancelling_a_key_takes_both_the_one_that_waits_and_the_one_that_is_written() -> None:
+    disk = Disk()
+    disk.gate.clear()
+    rough, fine = chunk(ROOT, 0, 10, 0.0, "int8"), chunk(ROOT, 0, 10, 0.0)
+    with writer_on(disk) as writer:
+        assert writer.submit(rough)
+        assert disk.entered.wait(20)
+        assert writer.submit(fine)
+        threading.Timer(0.05, disk.gate.set).start()
+        assert writer.cancel([fine.key]) == 1
+        assert disk.fidelities == ["int8"], "it waited for the one being written"
+        assert writer.flush(20)
+        assert writer.waiting_bytes == 0
+    assert disk.fidelities == ["int8"]
+
+
+def test_expired_chunks_are_not_found_while_they_wait() -> None:
+    disk = Disk()
+    disk.gate.clear()
+    item = replace(chunk(ROOT, 0, 10, 0.0), expires=1.0)
+    with writer_on(disk) as writer:
+        assert writer.submit(item)
+        assert writer.get(item.key) is None
+        assert writer.find([item.key]) == {}
+        assert writer.siblings(ROOT, 5) == []
+        assert writer.owned_by({item.owner}) == [item.key], "but it can be taken out"
