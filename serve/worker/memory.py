@@ -57,9 +57,9 @@ def divergence_json(body: DivergenceBody, found: Divergences) -> Json:
 
 
 def report_json(engine: Engine) -> Json:
-    """What is stored, what each rung was measured to cost, and what the cost model thinks."""
+    """What is stored, what each rung was measured to cost, what the cost model thinks, what upkeep did."""
     if engine.memory is None:
-        return {"object": "kv.report", "holdings": [], "records": [], "stats": None, "costs": {}}
+        return {"object": "kv.report", "holdings": [], "records": [], "stats": None, "costs": {}, "upkeep": None}
     store = engine.memory.store
     return {
         "object": "kv.report",
@@ -67,6 +67,7 @@ def report_json(engine: Engine) -> Json:
         "records": [asdict(record) for record in store.fidelity.all()],
         "stats": asdict(engine.memory.stats()),
         "costs": store.cost.costs(),
+        "upkeep": asdict(store.upkeep.stats()) if store.upkeep is not None else None,
     }
 
 
