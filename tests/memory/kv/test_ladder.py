@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memory.kv.codec.base import Kept
@@ -143,6 +144,34 @@ def test_fidelity_never_improves_by_rewriting(store: KVStore) -> None:
     assert [(row.codec, row.fidelity) for row in index.rows(list(index.keys())).values()] == [("int8", "int4")]
     assert store.match(identity(), ids, least="int8").tokens == 0
     assert store.match(identity(), ids, least="int4").tokens == CHUNK
+
+
+def test_the_codecs_that_ship(tmp_path: Path) -> None:
+    """Numbers as a model computes them come down two rungs, close to what they were, their ends as they were."""
+    of, ids, clock = identity(head_dim=64), prompt(600), Clock()
+    values = np.random.default_rng(0).normal(size=of.shape(len(ids))).astype("<f4")
+    kv = (values.view("<u4") >> 16).astype("<u2")
+    with open_store(tmp_path / "kv", chunk_tokens=256, **AGES) as store:
+        store.save(of, ids, kv)
+        assert store.flush(60)
+        trust(store, "int8")
+        trust(store, "int4")
+        upkeep = upkeep_of(store, clock)
+        sizes = [store.stats().disk.bytes]
+        for ahead, rung, error in ((2 * HOUR, "int8", 0.05), (2 * DAY, "int4", 0.5)):
+            clock.ahead = ahead
+            upkeep.step()
+            sizes.append(store.stats().disk.bytes)
+            out = np.zeros_like(kv)
+            match = store.match(of, ids)
+            found = [(loaded.fidelity, loaded.tokens) for loaded in store.load_from(of, match, out)]
+            assert found == [(rung, 256), (rung, 256), ("exact", 88)], "the last one is too short for any other rung"
+            exact, came = ((bits.astype("<u4") << 16).view("<f4") for bits in (kv, out))
+            assert 0 < np.abs(exact - came).max() < error
+            assert out[:, :, :, :4].tobytes() == kv[:, :, :, :4].tobytes()
+            assert out[:, :, :, -128:].tobytes() == kv[:, :, :, -128:].tobytes()
+        assert upkeep.stats().errors == 0
+        assert sizes[0] > sizes[1] > sizes[2]
 
 
 # by budget
