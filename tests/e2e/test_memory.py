@@ -164,7 +164,11 @@ def test_refreshed_sessions_find_their_memory_under_the_new_version(install: Ins
     told = install.refresh()
     assert (told["waiting"], told["failed"], told["current"]) == (0, 0, None)
     assert told["tokens_done"] > 500
-    assert "refresh" in install.running.run("status").stdout
+    status = install.running.json("status")
+    assert [rung["fidelity"] for rung in status["rungs"]] == ["exact"]
+    assert status["upkeep"]["active"] is True
+    shown = install.running.run("status").stdout
+    assert all(f"\n{part} " in shown for part in ("memory", "rungs", "upkeep", "refresh"))
     answer = install.ask("And at noon?", install.sessions[1])
     assert answer.models == {serving_name("1", install.registry.version_path("1"))}
     assert answer.cached_tokens >= 0.9 * answer.prompt_tokens
