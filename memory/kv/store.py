@@ -148,14 +148,26 @@ class KVStore:
         digest = identity.digest()
         if self._closed or any(chunk.identity != digest for chunk in match.chunks):
             return []
-        ahead = self._disk.read_ahead(match.chunks) if self._disk is not None else None
+        found: list[Loaded] = []
+        for chunk in match.chunks:  # what memory holds needs no thread, for threads may hang on a disk
+            held = self._from_memory(match.least, chunk, _part(out, chunk))
+            if held is None:
+                break
+            found.append(held)
+        rest = match.chunks[len(found) :]
+        return found + self._restore_on_threads(identity, match.least, rest, out) if rest else found
+
+    def _restore_on_threads(
+        self, identity: KVIdentity, least: Fidelity, chunks: Sequence[ChunkRef], out: KVArray
+    ) -> list[Loaded]:
+        ahead = self._disk.read_ahead(chunks) if self._disk is not None else None
 
         def restore(chunk: ChunkRef, place: Place) -> Loaded | None:
             if ahead is not None:
                 ahead.reach(chunk)
-            return self._restore_one(identity, match.least, chunk, _part(out, chunk), place)
+            return self._restore_one(identity, least, chunk, _part(out, chunk), place)
 
-        found, stalled = self._loaders.run(match.chunks, restore, self.settings.stall_seconds)
+        found, stalled = self._loaders.run(chunks, restore, self.settings.stall_seconds)
         if self._disk is not None and (stalled or any(loaded.tier == "disk" for loaded in found)):
             self._disk.came(stalled=stalled)
         return found
@@ -163,16 +175,23 @@ class KVStore:
     def _restore_one(
         self, identity: KVIdentity, least: Fidelity, chunk: ChunkRef, out: KVArray, place: Place
     ) -> Loaded | None:
-        held = self._ram.get(chunk.key) or (self._writer.get(chunk.key) if self._writer else None)
-        if held is not None and _serves(held, least, chunk):
-            with place.writing():
-                out[...] = held.kv[:, :, :, : chunk.tokens]
-            return Loaded(chunk.tokens, "ram", held.fidelity)
+        with place.writing():
+            held = self._from_memory(least, chunk, out)
+        if held is not None:
+            return held
         fidelity = self._disk.read(chunk, identity, least, out, place) if self._disk is not None else None
         if fidelity is not None:
             return Loaded(chunk.tokens, "remote" if chunk.tier == "remote" else "disk", fidelity)
         self._known.unlearn([chunk.key])
         return None
+
+    def _from_memory(self, least: Fidelity, chunk: ChunkRef, out: KVArray) -> Loaded | None:
+        """The chunk out of RAM or out of what waits to be written; None where neither has it."""
+        held = self._ram.get(chunk.key) or (self._writer.get(chunk.key) if self._writer else None)
+        if held is None or not _serves(held, least, chunk):
+            return None
+        out[...] = held.kv[:, :, :, : chunk.tokens]
+        return Loaded(chunk.tokens, "ram", held.fidelity)
 
     def _account(self, restored: list[tuple[ChunkRef, Loaded]], seconds: float) -> None:
         for _, loaded in restored:
