@@ -11,7 +11,7 @@ from peer_process import WARM_UP, Config, run
 from memory.kv.settings import KVSettings
 from serve.engine import load_engine
 from serve.engine.engine import Engine
-from serve.engine.request import Event, FailedEvent, Request, Sampling, TokenEvent
+from serve.engine.request import Event, FailedEvent, KVOptions, Request, Sampling, TokenEvent
 from serve.engine.settings import EngineSettings
 
 
@@ -22,7 +22,7 @@ def start(config: Config) -> Engine:
         )
     )
     sampling = Sampling(max_tokens=2, temperature=0, ignore_eos=True)
-    engine.generate([Request("base", tuple(WARM_UP), sampling, kv_save=False)])
+    engine.generate([Request("base", tuple(WARM_UP), sampling, kv=KVOptions(save=False))])
     return engine
 
 
