@@ -146,7 +146,7 @@ class DiskTier:
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         """See `Lookup.find`."""
         found: dict[bytes, Stored] = self._ask(lambda: self.index.find(keys), {})
-        return {key: stored for key, stored in found.items() if key not in self._refused}
+        return {key: stored for key, stored in found.items() if self._can_be_had(stored)}
 
     def lengths(self, parent: bytes) -> list[int]:
         """See `Lookup.lengths`."""
@@ -155,7 +155,12 @@ class DiskTier:
     def siblings(self, parent: bytes, limit: int) -> list[Stored]:
         """See `Lookup.siblings`."""
         found: list[Stored] = self._ask(lambda: self.index.siblings(parent, limit), [])
-        return [stored for stored in found if stored.key not in self._refused]
+        return [stored for stored in found if self._can_be_had(stored)]
+
+    def _can_be_had(self, stored: Stored) -> bool:
+        """Whether it is worth asking for: what a remote in trouble holds is computed, and stored here, again."""
+        away = stored.tier == "remote" and (self.remote is None or not self.remote.available)
+        return stored.key not in self._refused and not away
 
     def read_ahead(self, refs: Sequence[ChunkRef]) -> ReadAhead:
         """What has the kernel read these chunks before they are read in this order."""
@@ -261,7 +266,7 @@ class DiskTier:
     def _has(self, chunk: ChunkData) -> bool:
         """Whether the chunk is there, as good as it would be now."""
         stored = self.index.find([chunk.key]).get(chunk.key)
-        if stored is None or chunk.key in self._refused:
+        if stored is None or not self._can_be_had(stored):
             return False
         return at_least(stored.fidelity, worse(chunk.fidelity, self._settings.codec))
 

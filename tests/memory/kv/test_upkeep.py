@@ -264,6 +264,36 @@ def test_a_remote_that_is_dead_leaves_the_chunks_on_disk(
         upkeep.close()
 
 
+def test_what_a_dead_remote_holds_is_stored_here_again(
+    tmp_path: Path, url: str, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, first = Clock(), prompt(CHUNK, seed=0)
+    with remote_store(tmp_path / "kv", url, one, retry_seconds=HOUR) as store:
+        for seed in range(9):
+            save(store, seed)
+        clock.ahead = HOUR
+        upkeep = upkeep_of(store, clock)
+        upkeep.step()
+        before = store.stats()
+        remote = disk_of(store).remote
+        assert remote is not None
+
+        def dead(*_: object, **__: object) -> None:
+            raise ConnectionError("no route to host")
+
+        for name in ("pipe_file", "cat_file", "find", "rm", "rm_file"):
+            monkeypatch.setattr(remote._files, name, dead)
+        assert store.match(identity(), first).tokens == CHUNK
+        assert restore(store, first) == 0, "that is how one finds out"
+        assert store.match(identity(), first).tokens == 0
+        save(store, 0)
+        assert restore(store, first) == CHUNK
+        after = store.stats()
+        assert (after.disk.chunks, after.remote.chunks) == (before.disk.chunks + 1, before.remote.chunks - 1)
+        assert remote.waiting == 1, "its object is deleted when that can be done"
+        upkeep.close()
+
+
 def test_what_is_there_is_found_again_when_the_index_was_lost(tmp_path: Path, url: str, one: int) -> None:
     clock = Clock()
     with remote_store(tmp_path / "kv", url, one) as store:
