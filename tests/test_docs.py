@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from serve.gateway.app import routes
 from serve.gateway.metrics import Metrics
 from serve.worker.app import create_app
 from serve.worker.metrics import WorkerMetrics
-from serve.worker.protocol import CompletionBody
+from serve.worker.protocol import Body, CompletionBody
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,10 +38,10 @@ OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 def _idle_engine(folder: Path) -> Engine:
     """What the worker's application asks of an engine before the first request: no model is loaded."""
     with KVStore(KVSettings(disk_bytes=0), folder) as store:
-        stats = store.stats()
-    measured = MemoryStats(stats, {"ram": 1.0, "disk": 1.0, "prefill": 1.0}, 0)
+        stats, rates = store.stats(), dict.fromkeys(store.cost.rates(), 1.0)
+    measured = MemoryStats(stats, rates, 0)
     engine = SimpleNamespace(
-        load_now=EngineLoad(0, 0, 0, 0, 0, 0),
+        load_now=EngineLoad(*(0 for _ in fields(EngineLoad))),
         versions=SimpleNamespace(list=list),
         memory=SimpleNamespace(stats=lambda: measured),
     )
@@ -148,7 +149,9 @@ def test_every_endpoint_of_the_worker_is_described(tmp_path: Path) -> None:
         ("Chat completions", bodies.ChatBody),
         ("Responses", bodies.ResponsesBody),
         ("Sessions", bodies.SessionBody),
+        ("Sessions", bodies.SessionBody),
         ("Sessions", bodies.ForkBody),
+        ("Memories", bodies.MemoryBody),
         ("Memories", bodies.MemoryBody),
         ("Feedback", bodies.FeedbackBody),
         ("The internal API", bodies.ActivateBody),
@@ -161,7 +164,9 @@ def test_every_field_is_described(title: str, body: type[BaseModel]) -> None:
 
 def test_every_field_of_the_worker_is_described() -> None:
     section = _section("The worker")
-    assert [name for name in CompletionBody.model_fields if name not in section] == []
+    named = [name for body in Body.__subclasses__() for name in body.model_fields]
+    assert len(named) > len(CompletionBody.model_fields) + 10
+    assert [name for name in named if name not in section] == []
 
 
 def test_fields_that_do_nothing_are_described() -> None:
