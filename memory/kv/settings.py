@@ -48,7 +48,8 @@ class KVSettings(BaseModel):
 
     keyring: Path | None = None
     """File of the master key, made at the first use with access for its user only. None puts it beside the folder, as
-    `<folder>.key`; `kvloop` fills in `keyring` in the home. The environment's `KVLOOP_KV_KEY` (base64 of 32 bytes) goes before it."""
+    `<folder>.key`; `kvloop` fills in `keyring` in the home. The environment's `KVLOOP_KV_KEY` (base64 of 32 bytes)
+    goes before it."""
 
     ttl_seconds: float | None = Field(default=None, gt=0)
     """Hard limit on the life of a chunk, counted from its storing. None keeps chunks until their room is needed."""

@@ -36,8 +36,8 @@ class EngineSettings(BaseModel):
     find it."""
     kv_shared_layers: int = Field(default=0, ge=0)
     """How many layers from the bottom adapters leave alone. Their KV is stored apart and survives a promotion: only the
-    layers above are computed anew. 0 stores all layers together; another value finds none of what was stored before. `kvloop` fills in the layers
-    that training leaves alone (`train.layers_from`)."""
+    layers above are computed anew. 0 stores all layers together; another value finds none of what was stored before.
+    `kvloop` fills in the layers that training leaves alone (`train.layers_from`)."""
     max_batch: int = Field(default=32, ge=1)
     """Most sequences that run at the same time."""
     queue_limit: int = Field(default=256, ge=1)
