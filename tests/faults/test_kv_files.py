@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memory.kv.chunk import HEADER_BYTES
+from memory.kv.chunk import HEADER_BYTES, open_chunk, pack_chunk, verify_chunk
 from memory.kv.store import KVStore
 from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
 
@@ -120,6 +120,28 @@ def test_a_whole_chunk_in_the_place_of_another_is_refused(folder: Path) -> None:
     with open_store(folder, ram_bytes=0) as store:
         shutil.copy(file_of(store, folder, 0), path)
         assert restore(store, IDS) == CHUNK
+
+
+def test_a_whole_file_with_other_tokens_than_its_key_says_is_refused(tmp_path: Path) -> None:
+    """Well-formed, with the right name, key and checksum; but its tokens are others."""
+    with open_store(tmp_path, ram_bytes=0, encryption=False) as store:
+        store.save(identity(), IDS, kv_of(IDS))
+        assert store.flush(20)
+        path = file_of(store, tmp_path, 2)
+        data = memoryview(bytearray(path.read_bytes()))
+        header, prefix = verify_chunk(data)
+        _, ids, payload = open_chunk(data, None, data)
+        for other in (ids[::-1], ids + 1, np.where(np.arange(len(ids)) == len(ids) - 1, 7, ids)):
+            path.write_bytes(pack_chunk(header, prefix, other.astype("<u4"), bytes(payload), None))
+            assert store.match(identity(), IDS).tokens == len(IDS)
+            assert restore(store, IDS) == 2 * CHUNK
+            assert not path.exists()
+            store.save(identity(), IDS, kv_of(IDS))
+            store.save(identity(), IDS, kv_of(IDS))
+            assert store.flush(20)
+        assert store.stats().quarantined == 3
+        path.write_bytes(pack_chunk(header, prefix, ids, bytes(payload), None))
+        assert restore(store, IDS) == len(IDS)
 
 
 def test_a_file_that_disappears_is_a_miss(folder: Path) -> None:

@@ -112,13 +112,35 @@ def test_foreign_files_are_refused(data: bytes) -> None:
             open_file(foreign)
 
 
-def test_a_body_under_another_header_is_refused() -> None:
-    """Both are whole, both are the owner's; but the body was written for another header."""
-    other = dataclasses.replace(HEADER, start=768)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 768},
+        {"key": b"K" * 32},
+        {"parent": b"P" * 32},
+        {"identity": b"I" * 32},
+        {"model": b"M" * 16},
+        {"band": "all"},
+        {"shape": (2, 2, 3, len(IDS), 8)},
+        {"dtype": "float16"},
+        {"codec": "int8"},
+        {"fidelity": "exact"},
+        {"created": 1.5e9},
+        {"expires": 0.0},
+        {"owner": b"O" * 16},
+    ],
+)
+def test_a_body_under_another_header_is_refused(change: dict[str, object]) -> None:
+    """Both are whole and of one key, but the body was written for another header: an expiry cannot be put off."""
+    other = dataclasses.replace(HEADER, **change)  # type: ignore[arg-type]
     moved = bytearray(pack_chunk(other, PREFIX, IDS, PAYLOAD, CIPHER))
     moved[HEADER.body_at :] = FILE[HEADER.body_at :]
     with pytest.raises(BadChunk, match="decrypt"):
         open_file(moved)
+    digests = bytearray(pack_chunk(HEADER, PREFIX[::-1], IDS, PAYLOAD, CIPHER))
+    digests[HEADER.body_at :] = FILE[HEADER.body_at :]
+    with pytest.raises(BadChunk, match="decrypt"):
+        open_file(digests)
 
 
 def test_another_key_is_refused_and_none_is_told_apart() -> None:
