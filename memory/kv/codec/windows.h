@@ -77,20 +77,26 @@ inline void expand_part(const uint8_t* planes, size_t lanes, uint8_t* codes) {
                                            ((planes[2 * lanes + j] >> k) & 1) << 2);
 }
 
-// The escapes of a block, in the order of (lane, bit): what is given for each is the element's place in the block.
-template <typename Visit> inline bool for_each_escape(const uint8_t* planes, size_t lanes, Visit visit) {
+// The places in the block of its escapes, in the order of (lane, bit). Returns how many there are. `places` has room for
+// a block's and 4 more, since most words have few escapes and writing 4 is faster than guessing how many.
+inline size_t find_escapes(const uint8_t* planes, size_t lanes, uint16_t* places) {
+    size_t found = 0;
     for (size_t byte = 0; byte < lanes; byte += 8) {
         uint64_t words[3] = {0, 0, 0};
-        size_t length = std::min<size_t>(8, lanes - byte);
+        const size_t length = std::min<size_t>(8, lanes - byte);
         for (int p = 0; p < 3; ++p) std::memcpy(&words[p], planes + p * lanes + byte, length);
         uint64_t mask = words[0] & words[1] & words[2];
-        while (mask) {
-            unsigned bit = unsigned(__builtin_ctzll(mask));
+        const size_t count = size_t(__builtin_popcountll(mask));
+        const auto take = [&](size_t i) {
+            const unsigned bit = unsigned(__builtin_ctzll(mask | uint64_t(1) << 63));
+            places[found + i] = uint16_t((bit & 7) * lanes + byte + (bit >> 3));
             mask &= mask - 1;
-            if (!visit((bit & 7) * lanes + byte + (bit >> 3))) return false;
-        }
+        };
+        for (size_t i = 0; i < 4; ++i) take(i);
+        for (size_t i = 4; i < count; ++i) take(i);
+        found += count;
     }
-    return true;
+    return found;
 }
 
 inline size_t plane_bytes(size_t size) {
@@ -104,7 +110,8 @@ inline size_t blob_bound(size_t size, size_t dim, size_t itemsize) { return HEAD
 // The bases repeated so that any block can read its 512 from (first element % dim) on.
 inline void tile_bases(const uint8_t* bases, size_t count, size_t dim, std::vector<uint8_t>& tiled) {
     tiled.resize(dim + BLOCK);
-    for (size_t i = 0; i < tiled.size(); ++i) tiled[i] = bases[count == 1 ? 0 : i % dim];
+    if (count == 1) std::memset(tiled.data(), bases[0], tiled.size());
+    else for (size_t i = 0; i < tiled.size(); i += dim) std::memcpy(&tiled[i], bases, std::min(dim, tiled.size() - i));
 }
 
 // Puts exponents, signs and mantissas (and, of float32, the lower halves) together as numbers.
@@ -127,17 +134,17 @@ struct Escapes {
     const uint8_t* far;
     size_t count, far_count, next = 0, next_far = 0;
 
-    bool take(uint8_t base, uint8_t& exponent) {
-        if (next == count) return false;
-        int nibble = (nibbles[next / 2] >> (next % 2 * 4)) & 15;
-        ++next;
-        if (nibble < BELOW) {
-            exponent = uint8_t(base - 1 - nibble);
-        } else if (nibble < FAR) {
-            exponent = uint8_t(base + WINDOW + nibble - BELOW);
-        } else {
+    // Replaces the exponents at the places of a block. False where the list does not have as many.
+    bool fill(const uint16_t* places, size_t number, const uint8_t* base, uint8_t* exponents) {
+        static constexpr int8_t FROM_BASE[16] = {-1, -2, -3, -4, -5, -6, -7, -8, -9, -10, -11, -12, 7, 8, 9, 0};
+        if (number > count - next) return false;
+        for (size_t i = 0; i < number; ++i, ++next) {
+            const size_t place = places[i];
+            const int nibble = (nibbles[next / 2] >> (next % 2 * 4)) & 15;
+            exponents[place] = uint8_t(base[place] + FROM_BASE[nibble]);
+            if (nibble != FAR) continue;
             if (next_far == far_count) return false;
-            exponent = far[next_far++];
+            exponents[place] = far[next_far++];
         }
         return true;
     }
@@ -170,6 +177,7 @@ int64_t decode_head(const uint8_t* blob, size_t length, bool per_channel, const 
     for (size_t first = 0; first < size; first += BLOCK) {
         const size_t here = std::min(BLOCK, size - first), lanes = (here + 7) / 8;
         alignas(64) uint8_t exponents[BLOCK];
+        uint16_t places[BLOCK + 4];
         const uint8_t* source = exponents;
         if (plain) {
             source = plain + first;
@@ -178,8 +186,8 @@ int64_t decode_head(const uint8_t* blob, size_t length, bool per_channel, const 
             if (here == BLOCK) expand_full(planes, exponents);
             else std::memset(exponents, 0, BLOCK), expand_part(planes, lanes, exponents);
             for (size_t i = 0; i < BLOCK; ++i) exponents[i] = uint8_t(exponents[i] + base[i]);
-            bool whole = for_each_escape(planes, lanes, [&](size_t i) { return escapes.take(base[i], exponents[i]); });
-            if (!whole) return BAD;
+            const size_t number = find_escapes(planes, lanes, places);
+            if (!escapes.fill(places, number, base, exponents)) return BAD;
             planes += 3 * lanes;
             channel = (channel + BLOCK) % rows.dim;
         }
@@ -258,17 +266,17 @@ template <typename Bits> size_t encode_head(const Rows& rows, bool per_channel, 
             for (int k = 0; k < 8; ++k)
                 for (size_t j = 0; j < lanes; ++j) bytes[j] |= uint8_t(((codes[k * lanes + j] >> p) & 1) << k);
         }
-        for_each_escape(plane, lanes, [&](size_t i) {
-            const int e = exponent[i], b = base[i];
+        uint16_t places[BLOCK + 4];
+        const size_t number = find_escapes(plane, lanes, places);
+        for (size_t i = 0; i < number; ++i, ++count) {
+            const int e = exponent[places[i]], b = base[places[i]];
             int nibble = FAR;
             if (e < b && b - 1 - e < BELOW) nibble = b - 1 - e;
             else if (e >= b + WINDOW && e - b - WINDOW < ABOVE) nibble = BELOW + e - b - WINDOW;
             else far.push_back(uint8_t(e));
             if (count % 2) nibbles.back() = uint8_t(nibbles.back() | nibble << 4);
             else nibbles.push_back(uint8_t(nibble));
-            ++count;
-            return true;
-        });
+        }
         plane += 3 * lanes;
         channel = (channel + BLOCK) % rows.dim;
     }
