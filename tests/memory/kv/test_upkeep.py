@@ -13,10 +13,11 @@ import fsspec
 import pytest
 
 from memory.kv import upkeep as upkeep_module
+from memory.kv.codec.base import Kept
 from memory.kv.store import KVStore
 from memory.kv.upkeep import Upkeep
 from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
-from tests.memory.kv.rungs import Clock, disk_of, upkeep_of
+from tests.memory.kv.rungs import Clock, disk_of, upkeep_of, use_rungs
 
 HOUR = 3600.0
 
@@ -314,7 +315,7 @@ def test_what_is_there_is_found_again_when_the_index_was_lost(tmp_path: Path, ur
         upkeep.close()
 
 
-def test_a_chunk_that_changes_while_it_is_uploaded_stays(
+def test_a_chunk_that_is_forgotten_while_it_is_uploaded_is_gone(
     tmp_path: Path, url: str, one: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -337,4 +338,35 @@ def test_a_chunk_that_changes_while_it_is_uploaded_stays(
         assert store.stats().disk.chunks + store.stats().remote.chunks == 8
         assert remote.waiting == 0, "it was deleted in the same round"
         assert objects(url) == store.stats().remote.chunks
+        assert upkeep.stats().errors == 0
+        upkeep.close()
+
+
+def test_a_chunk_that_is_rewritten_while_it_is_uploaded_stays(
+    tmp_path: Path, url: str, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_rungs(monkeypatch)
+    clock, changed = Clock(), []
+    with remote_store(tmp_path / "kv", url, one) as store:
+        for seed in range(9):
+            save(store, seed)
+        clock.ahead = HOUR
+        upkeep, disk = upkeep_of(store, clock), disk_of(store)
+        remote = disk.remote
+        assert remote is not None
+        take = remote.take
+
+        def rewrite_meanwhile(key: bytes, data: bytes, worth: float) -> bool:
+            if not changed:
+                changed.append(key)
+                assert disk.rewrite(key, "int8", Kept())
+            return take(key, data, worth)
+
+        monkeypatch.setattr(remote, "take", rewrite_meanwhile)
+        upkeep.step()
+        row = disk.index.rows(changed)[changed[0]]
+        assert (row.tier, row.codec) == ("disk", "int8")
+        assert disk.verify(changed[0])
+        assert objects(url) == store.stats().remote.chunks
+        assert (remote.waiting, upkeep.stats().errors) == (0, 0)
         upkeep.close()
