@@ -14,6 +14,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 QUERY_BLOCK = 128
+SMALLEST_BLOCK = 16
+LONG_KEYS = 16_384
+"""Beyond so many keys a block has fewer queries: its scores, one for each query and key, must not grow with both."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,9 @@ class Block:
 
 def plan_blocks(start: int, count: int, window: int | None, dtype: torch.dtype) -> list[Block]:
     """Blocks for `count` tokens at positions start, start+1, ...; the same for every layer with this window."""
-    return [
-        _plan_block(start, first, min(first + QUERY_BLOCK, count), window, dtype)
-        for first in range(0, count, QUERY_BLOCK)
-    ]
+    keys = start + count if window is None else min(window + count, start + count)
+    size = max(SMALLEST_BLOCK, min(QUERY_BLOCK, QUERY_BLOCK * LONG_KEYS // keys))
+    return [_plan_block(start, first, min(first + size, count), window, dtype) for first in range(0, count, size)]
 
 
 def _plan_block(start: int, first: int, last: int, window: int | None, dtype: torch.dtype) -> Block:

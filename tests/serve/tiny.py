@@ -64,6 +64,17 @@ def build_model(folder: Path, variant: str = "llama", seed: int = 0) -> Path:
     return folder
 
 
+def build_thin_model(folder: Path, context: int, seed: int = 0) -> Path:
+    """Saves a random fp32 model of two layers with one head each: long prompts cost it as little as can be."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    thin = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": context}
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**(SIZES | thin | heads))).save_pretrained(folder)
+    return folder
+
+
 def load_reference(folder: Path) -> Any:
     """The same model in Hugging Face's own code."""
     from transformers import AutoModelForCausalLM
