@@ -59,6 +59,9 @@ class WorkerMetrics:
         return generate_latest(self.registry)
 
 
+RATES = (("ram", "bytes"), ("disk", "bytes"), ("remote", "bytes"), ("prefill", "tokens"), ("lift", "tokens"))
+
+
 class _EngineCollector(Collector):
     """Reads the engine's and the memory's own figures when asked."""
 
@@ -85,7 +88,7 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
     budget = GaugeMetricFamily("kvloop_kv_budget_bytes", "Bytes that a tier may hold.", labels=["tier"])
     chunks = GaugeMetricFamily("kvloop_kv_chunks", "Chunks that a tier holds.", labels=["tier"])
     tokens = GaugeMetricFamily("kvloop_kv_tokens", "Tokens whose KV a tier holds.", labels=["tier"])
-    for name, tier in (("ram", store.ram), ("disk", store.disk)):
+    for name, tier in (("ram", store.ram), ("disk", store.disk), ("remote", store.remote)):
         held.add_metric([name], tier.bytes)
         budget.add_metric([name], tier.budget)
         chunks.add_metric([name], tier.chunks)
@@ -94,12 +97,16 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
     yield _counter("kvloop_kv_hits", "Matches that found at least one chunk.", store.hits)
     yield _counter("kvloop_kv_misses", "Matches that found none.", store.misses)
     yield _counter("kvloop_kv_saved_tokens", "Tokens taken in.", store.saved_tokens)
+    yield _counter("kvloop_kv_shared_tokens", "Tokens that another owner had stored already.", store.shared_tokens)
     restored = CounterMetricFamily("kvloop_kv_restored_tokens", "Tokens handed out, by tier.", labels=["tier"])
     restored.add_metric(["ram"], store.ram_tokens)
     restored.add_metric(["disk"], store.disk_tokens)
+    restored.add_metric(["remote"], store.remote_tokens)
     yield restored
     yield _counter("kvloop_kv_quarantined", "Files refused: damaged, short or foreign.", store.quarantined)
     yield _counter("kvloop_kv_lost", "Chunks that were gone when they were to be read.", store.lost)
+    yield _counter("kvloop_kv_locked", "Chunks that no key was found for.", store.locked)
+    yield _counter("kvloop_kv_expired", "Chunks deleted because their time had passed.", store.expired)
     yield _counter("kvloop_kv_read_errors", "Reads that failed.", store.read_errors)
     yield _counter("kvloop_kv_write_errors", "Writes that failed.", store.write_errors)
     yield _counter("kvloop_kv_index_errors", "Questions that the index could not answer.", store.index_errors)
@@ -109,7 +116,7 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
     yield _counter("kvloop_kv_evictions", "Chunks that left a tier for others.", store.evictions)
     yield _gauge("kvloop_kv_waiting_bytes", "Raw KV that waits to be written.", store.waiting_bytes)
     yield _gauge("kvloop_kv_disk_trouble", "1 while nothing can be written to disk.", float(bool(store.disk_trouble)))
-    for name, unit in (("ram", "bytes"), ("disk", "bytes"), ("prefill", "tokens")):
+    for name, unit in RATES:
         value = stats.rates.get(name)
         if value is not None:
             yield _gauge(f"kvloop_kv_{name}_{unit}_per_second", f"Measured rate of {name}.", value)
