@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,9 @@ from memory.kv.tiers.index import Index, Victim
 from memory.kv.tiers.remote import RemoteTier
 
 EVICTION_BATCH = 64
+SLOW_SECONDS = 0.5
+"""An upload that takes longer, with all writers waiting for the lock, is the last one for a while: upkeep moves chunks
+out without it, ahead of need."""
 REMEMBERED_KEYS = 1 << 17
 """Of chunks that left, and when they were used last; in this process."""
 
@@ -57,6 +61,7 @@ class Room:
         self._counters = counters
         self._evicted = evicted
         self._left: OrderedDict[bytes, float] = OrderedDict()
+        self._upload_at = 0.0
 
     def make(self, index: Index, key: bytes, parent: bytes | None, size: int, stamp: float) -> bool:
         """Makes room for a file of `size` bytes in the place of the chunk's older one, if there is one.
@@ -121,13 +126,17 @@ class Room:
 
     def move_out(self, index: Index, victim: Victim, remote: RemoteTier | None) -> bool:
         """Moves a chunk's file to the remote tier; False where it stays."""
-        if remote is None or not remote.available:
+        if remote is None or not remote.available or time.monotonic() < self._upload_at:
             return False
+        started = time.monotonic()
         try:
             data = self._folder.path(victim.key).read_bytes()
         except FileNotFoundError:
             return False
-        if not remote.take(victim.key, data, victim.worth):
+        taken = remote.take(victim.key, data, victim.worth)
+        if time.monotonic() - started > SLOW_SECONDS:
+            self._upload_at = time.monotonic() + self._settings.retry_seconds
+        if not taken:
             return False
         index.moved(victim.key, "remote", len(data))
         remote.keep([victim.key])

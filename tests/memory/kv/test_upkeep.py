@@ -15,6 +15,7 @@ import pytest
 from memory.kv import upkeep as upkeep_module
 from memory.kv.codec.base import Kept
 from memory.kv.store import KVStore
+from memory.kv.tiers import room as room_module
 from memory.kv.upkeep import Upkeep
 from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
 from tests.memory.kv.rungs import Clock, disk_of, upkeep_of, use_rungs
@@ -293,6 +294,32 @@ def test_what_a_dead_remote_holds_is_stored_here_again(
         assert (after.disk.chunks, after.remote.chunks) == (before.disk.chunks + 1, before.remote.chunks - 1)
         assert remote.waiting == 1, "its object is deleted when that can be done"
         upkeep.close()
+
+
+def test_a_slow_remote_holds_up_one_write_in_a_while(
+    tmp_path: Path, url: str, one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with remote_store(tmp_path / "kv", url, one, retry_seconds=HOUR) as store:
+        for seed in range(10):
+            save(store, seed)
+        remote, uploads = disk_of(store).remote, []
+        assert remote is not None
+        upload = remote._files.pipe_file
+
+        def slow(path: str, data: bytes) -> None:
+            uploads.append(path)
+            time.sleep(0.02)
+            upload(path, data)
+
+        monkeypatch.setattr(remote._files, "pipe_file", slow)
+        save(store, 10)
+        save(store, 11)
+        assert len(uploads) == store.stats().remote.chunks == 2, "fast enough"
+        monkeypatch.setattr(room_module, "SLOW_SECONDS", 0.01)
+        for seed in range(12, 16):
+            save(store, seed)
+        assert len(uploads) == store.stats().remote.chunks == 3
+        assert restore(store, prompt(CHUNK, seed=15)) == CHUNK
 
 
 def test_what_is_there_is_found_again_when_the_index_was_lost(tmp_path: Path, url: str, one: int) -> None:
