@@ -79,11 +79,13 @@ def _refresh(config: Config, gateway: str) -> Any:
 def _memory(url: str) -> dict[str, float] | None:
     """The worker's KV memory gauges, such as `kvloop_kv_bytes{tier=disk}`."""
     try:
-        text = httpx.get(url, timeout=TIMEOUT_SECONDS).text
+        answer = httpx.get(url, timeout=TIMEOUT_SECONDS)
     except httpx.TransportError:
         return None
+    if answer.status_code != 200:
+        return None
     values: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
             if sample.name.startswith("kvloop_kv_"):
                 labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))

@@ -42,7 +42,9 @@ class _Both(BaseHTTPRequestHandler):
             "/v1/kv/report": {"holdings": HOLDINGS, "upkeep": UPKEEP},
         }
         secret = self.path.startswith("/internal")
-        if self.path == "/metrics":
+        if self.server.failing:  # type: ignore[attr-defined]
+            self._answer(500, b"Internal Server Error")
+        elif self.path == "/metrics":
             self._answer(200, b'kvloop_kv_bytes{tier="disk"} 1048576\nkvloop_kv_budget_bytes{tier="disk"} 2097152\n')
         elif secret and self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._answer(404, b"{}")
@@ -59,15 +61,19 @@ class _Both(BaseHTTPRequestHandler):
         """The tests say what went wrong."""
 
 
+class _Server(ThreadingHTTPServer):
+    failing = False
+
+
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
     """An install that seems to run."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Both)
+    server = _Server(("127.0.0.1", 0), _Both)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     monkeypatch.setattr(status, "running_state", lambda home: {"gateway": url, "worker": url, "processes": {}})
-    yield
+    yield server
     server.shutdown()
     thread.join()
     server.server_close()
@@ -103,6 +109,14 @@ def test_without_the_admin_token_refreshing_is_not_told(tmp_path: Path) -> None:
     assert status.collect(load((), tmp_path, {}))["refresh"] is None
     (tmp_path / "admin-token").write_text("wrong")
     assert status.collect(load((), tmp_path, {}))["refresh"] is None
+
+
+def test_parts_that_fail_are_told_as_null(running: _Server, tmp_path: Path) -> None:
+    running.failing = True
+    found = status.collect(load((), tmp_path, {}))
+    assert found["running"] is True
+    assert [found[name] for name in ("gateway", "memory", "rungs", "upkeep", "refresh")] == [None] * 5
+    shown(found)
 
 
 @pytest.mark.parametrize(
