@@ -47,6 +47,8 @@ class EngineLoad:
     kv_budget_bytes: int
     computed_tokens: int
     lifted_tokens: int
+    background_tokens: int
+    """Of both, those of background requests."""
     generated_tokens: int
 
 
@@ -93,6 +95,7 @@ class Engine:
             kv_budget_bytes=self._budget.budget,
             computed_tokens=stepper.computed_tokens,
             lifted_tokens=stepper.lifted_tokens,
+            background_tokens=stepper.background_tokens,
             generated_tokens=stepper.generated_tokens,
         )
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from memory.kv.fidelity import Fidelity
+from memory.kv.fidelity import RUNGS, Fidelity
 from memory.kv.forget import Forgotten
 from memory.kv.identity import Ids
 from memory.kv.stats import KVStats
@@ -39,6 +39,7 @@ REMEMBERED_DELETIONS = 1 << 16  # of owners; those deleted longest ago have no r
 PROGRESS_TOKENS = 1024
 """While a prompt is computed, its KV is stored whenever so many tokens are complete, or an eighth of those there are:
 each time costs a pass over the keys of the whole sequence, which would be quadratic in small steps."""
+RUNGS_SECONDS = 60.0
 ROOM_PAUSE, ROOM_SECONDS = 0.05, 5.0
 """How long the end of a long sequence waits for the writer while nothing else is asked of memory."""
 
@@ -46,12 +47,23 @@ Deliver = Callable[[Job, Buffer, Restoration], None]
 
 
 @dataclass(frozen=True)
+class Rung:
+    """What the disk and the remote tier hold at one fidelity."""
+
+    fidelity: Fidelity
+    tokens: int
+    """Tokens, each counted once for each band that is stored of it."""
+    bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryStats:
-    """The store's own figures, and saves given up because too many were waiting."""
+    """The store's own figures, and saves given up because too many were waiting. `rungs` may be a minute old."""
 
     store: KVStats
     rates: dict[str, float | None]
     dropped_saves: int
+    rungs: tuple[Rung, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,33 @@ class _Save:
     waited: float = 0.0
 
 
+class _Rungs:
+    """Sums over the whole index, which are read anew once a minute at most."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read_at = -RUNGS_SECONDS
+        self._rungs: tuple[Rung, ...] = ()
+
+    def get(self) -> tuple[Rung, ...]:
+        """One entry for each fidelity that something is stored at."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= RUNGS_SECONDS:
+                holdings = self._store.report()
+                self._read_at = time.monotonic()
+                self._rungs = tuple(
+                    Rung(
+                        fidelity,
+                        sum(each.tokens for each in holdings if each.fidelity == fidelity),
+                        sum(each.bytes for each in holdings if each.fidelity == fidelity),
+                    )
+                    for fidelity in RUNGS
+                    if any(each.fidelity == fidelity for each in holdings)
+                )
+            return self._rungs
+
+
 def open_memory(settings: EngineSettings) -> KVMemory | None:
     """Opens the memory that `settings` describes; None when there is no folder for it."""
     if settings.kv_folder is None:
@@ -89,6 +128,7 @@ class KVMemory:
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._dropped_saves = 0
+        self._rungs = _Rungs(store)
         self._deletions: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="kv-memory", daemon=True)
         self._thread.start()
@@ -161,7 +201,7 @@ class KVMemory:
 
     def stats(self) -> MemoryStats:
         """Returns what memory holds and did."""
-        return MemoryStats(self.store.stats(), self.store.cost.rates(), self._dropped_saves)
+        return MemoryStats(self.store.stats(), self.store.cost.rates(), self._dropped_saves, self._rungs.get())
 
     def flush(self, timeout: float) -> bool:
         """Waits until everything given to `save` so far is on disk; False when `timeout` seconds were not enough."""

@@ -30,6 +30,7 @@ class Stepper:
         self._end = end
         self.computed_tokens = 0
         self.lifted_tokens = 0
+        self.background_tokens = 0
         self.generated_tokens = 0
 
     def execute(self, step: Step) -> None:
@@ -66,6 +67,7 @@ class Stepper:
             self.lifted_tokens += tokens
         else:
             self.computed_tokens += tokens
+        self.background_tokens += sum(work.count for work in prompts if work.sequence.job.background)
         if self._memory is None or len(prompts) != len(step.works) or len(prompts) != 1:
             return
         start = prompts[0].sequence.computed - tokens

@@ -70,12 +70,20 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load = self._engine.load_now
-        yield _gauge("kvloop_worker_waiting_requests", "Requests not admitted yet.", load.waiting)
+        yield _gauge(
+            "kvloop_worker_waiting_requests", "Requests not admitted yet, without background ones.", load.waiting
+        )
         yield _gauge("kvloop_worker_running_sequences", "Sequences in the batch.", load.running)
         yield _gauge("kvloop_worker_buffer_bytes", "KV buffers reserved, in bytes.", load.kv_reserved_bytes)
         yield _gauge("kvloop_worker_buffer_budget_bytes", "Budget of KV buffers, in bytes.", load.kv_budget_bytes)
         computed = "Prompt tokens pushed through the model, counted where that happens."
         yield _counter("kvloop_worker_computed_tokens", computed, load.computed_tokens)
+        lifted = "Prompt tokens of which only the layers that are not shared were computed."
+        yield _counter("kvloop_worker_lifted_tokens", lifted, load.lifted_tokens)
+        background = "Of the computed and lifted prompt tokens, those of background requests: refreshes and prefetches."
+        yield _counter("kvloop_worker_background_tokens", background, load.background_tokens)
+        waiting = "Background requests not admitted yet."
+        yield _gauge("kvloop_worker_background_requests", waiting, load.background)
         versions = len(self._engine.versions.list())
         yield _gauge("kvloop_worker_resident_versions", "Versions that take requests, the base included.", versions)
         if self._engine.memory is not None:
@@ -94,6 +102,12 @@ def _memory(stats: MemoryStats) -> Iterator[Metric]:
         chunks.add_metric([name], tier.chunks)
         tokens.add_metric([name], tier.tokens)
     yield from (held, budget, chunks, tokens)
+    rung_bytes = GaugeMetricFamily("kvloop_kv_rung_bytes", "Bytes stored on disk and remotely.", labels=["fidelity"])
+    rung_tokens = GaugeMetricFamily("kvloop_kv_rung_tokens", "Tokens of each band there.", labels=["fidelity"])
+    for rung in stats.rungs:
+        rung_bytes.add_metric([rung.fidelity], rung.bytes)
+        rung_tokens.add_metric([rung.fidelity], rung.tokens)
+    yield from (rung_bytes, rung_tokens)
     yield _counter("kvloop_kv_hits", "Matches that found at least one chunk.", store.hits)
     yield _counter("kvloop_kv_misses", "Matches that found none.", store.misses)
     yield _counter("kvloop_kv_saved_tokens", "Tokens taken in.", store.saved_tokens)

@@ -119,3 +119,18 @@ def test_the_report_tells_what_is_stored_and_what_it_costs(worker: Worker) -> No
     assert told["records"] == []
     assert told["stats"]["store"]["disk"]["chunks"] == 2
     assert told["costs"]["prefill token"] > 0
+
+
+async def test_metrics_tell_of_rungs_and_of_work_in_the_background(worker: Worker, tmp_path: Path) -> None:
+    async with CompletionsClient(str(worker.client.base_url)) as client:
+        await client.complete(CompletionRequest(model="base", prompt=LONG, max_tokens=0, priority=1))
+        flush(worker)
+        load = await client.load()
+    assert (load.waiting, load.running) == (0, 0)
+    text = worker.client.get("/metrics").text
+    figures = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    assert figures["kvloop_worker_background_tokens_total"] == figures["kvloop_worker_computed_tokens_total"] == 300
+    assert figures["kvloop_worker_lifted_tokens_total"] == figures["kvloop_worker_background_requests"] == 0
+    assert figures['kvloop_kv_rung_tokens{fidelity="exact"}'] == 300
+    assert figures['kvloop_kv_rung_bytes{fidelity="exact"}'] == figures['kvloop_kv_bytes{tier="disk"}']
+    assert figures["kvloop_kv_prefill_tokens_per_second"] > 0
