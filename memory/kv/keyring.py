@@ -36,7 +36,7 @@ MASTER_VARIABLE = "KVLOOP_KV_KEY"
 KEY_BYTES = 32
 NONCE_BYTES = 12
 CACHED_KEYS = 4096
-BUSY_SECONDS = 5.0
+BUSY_SECONDS, NEWS_SECONDS = 5.0, 0.25
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
     owner BLOB NOT NULL,
@@ -178,11 +178,23 @@ class Keyring:
             return bool(self._open().execute("SELECT 1 FROM destroyed WHERE owner = ?", (owner,)).fetchall())
 
     def news(self) -> list[bytes]:
-        """Owners forgotten since the last call, by any process; their keys leave memory. Cheap where there are none."""
-        with self._lock:
-            self._look()
+        """Owners forgotten since the last call, by any process; their keys leave memory. Cheap where there are none.
+
+        Waits no longer than `NEWS_SECONDS` for who is changing the file: then they are told the next time.
+        """
+        if not self._lock.acquire(timeout=NEWS_SECONDS):
+            return []
+        try:
+            with _impatient(self._open()):
+                self._look()
             news, self._news = self._news, []
             return news
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return []
+        finally:
+            self._lock.release()
 
     def _look(self) -> None:
         database = self._open()
@@ -265,6 +277,16 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise
+
+
+@contextmanager
+def _impatient(database: sqlite3.Connection) -> Iterator[None]:
+    """Waits `NEWS_SECONDS` for others at most."""
+    database.execute(f"PRAGMA busy_timeout = {int(NEWS_SECONDS * 1000)}")
+    try:
+        yield
+    finally:
+        database.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
 
 
 def _derive(master: bytes, purpose: str, of: str = "") -> bytes:

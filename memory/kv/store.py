@@ -6,8 +6,8 @@ Invariants:
 - `match` reads the index, never a chunk file; `save` copies and touches no disk. Both may be called on an event loop.
 - Nothing that a disk does raises out of `match`, `load`, `save`, `flush`, `close` or `stats`. Arguments that make no
   sense do: `ValueError`.
-- An expired chunk is not handed out, and one whose owner was forgotten, by whatever process, not from here either once
-  the next `match` has begun.
+- An expired chunk is not handed out. One whose owner was forgotten by another process leaves this one's memory at the
+  next `match`, or at the one after it where the keyring is being changed.
 """
 
 from __future__ import annotations

@@ -161,3 +161,18 @@ def test_a_file_that_is_damaged_is_put_aside_and_one_that_is_deleted_is_made_aga
 def test_the_file_is_private(tmp_path: Path) -> None:
     keyring(tmp_path).to_write(OWNER, "tenant")
     assert (tmp_path / "keys.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_who_changes_the_file_holds_up_no_lookup(tmp_path: Path) -> None:
+    one, two = keyring(tmp_path), keyring(tmp_path)
+    one.to_write(OWNER, "tenant")
+    assert two.to_read(OWNER, "tenant") is not None
+    busy = sqlite3.connect(tmp_path / "keys.db", isolation_level=None)
+    busy.execute("BEGIN EXCLUSIVE")
+    assert two.news() == []
+    assert two.to_read(OWNER, "tenant") is not None, "what is known needs no file"
+    busy.execute("ROLLBACK")
+    busy.close()
+    one.destroy([OWNER])
+    assert two.news() == [OWNER]
+    assert two.to_read(OWNER, "tenant") is None
