@@ -132,6 +132,7 @@ class EngineLoop:
         """Waits until there is something to do and takes in what other threads left. False: close."""
         with self._changed:
             while not (self._inbox.has_news() or self.scheduler.can_work):
+                self._count()  # what began and ended within one step is not waiting any more
                 self._changed.wait()
             news = self._inbox
             self._inbox = _Inbox(closing=news.closing)
@@ -145,10 +146,13 @@ class EngineLoop:
                 if job.ticket.aborted:
                     self._give_up(job)
         with self._changed:
-            background = sum(job.background for job in self._inbox.jobs)
-            self._background = self.scheduler.background + background
-            self._waiting = self.scheduler.waiting + len(self._inbox.jobs) - background
+            self._count()
         return not news.closing
+
+    def _count(self) -> None:
+        background = sum(job.background for job in self._inbox.jobs)
+        self._background = self.scheduler.background + background
+        self._waiting = self.scheduler.waiting + len(self._inbox.jobs) - background
 
     def _restore(self, job: Job) -> None:
         """Lets memory fill the job's buffer first, where there is a memory and the job may use it."""

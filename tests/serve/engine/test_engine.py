@@ -292,3 +292,12 @@ def test_closing_fails_what_is_in_flight(start_engine: StartEngine) -> None:
 def test_an_engine_needs_a_model() -> None:
     with pytest.raises(WeightsError, match="model"):
         Engine.load(EngineSettings())
+
+
+def test_nothing_waits_once_everything_is_answered(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    # The whole of them begins and ends within one step.
+    sampling = Sampling(max_tokens=0, prompt_logprobs=0)
+    engine.generate([Request("base", prompt(8, seed), sampling) for seed in range(3)])
+    wait_for(lambda: engine.load_now.waiting == 0)
+    assert engine.load_now.running == 0
