@@ -27,7 +27,8 @@ Invariants:
        224      8  time of expiry, f64; 0: never
        232     16  owner id
        248     12  nonce; zeros: the body is not encrypted
-       260    212  zero
+       260      8  id of the key that it is encrypted with
+       268    204  zero
        472     32  checksum: blake3 of bytes 0..472 and all bytes from 512 on
        504      8  seal: blake3 of bytes 0..504 and the prefix digests, its first 8 bytes
        512         prefix digests, 8 bytes for each full 16 tokens
@@ -57,7 +58,8 @@ CHECKSUM_AT, SEAL_AT = 472, 504
 TAG_BYTES = 16
 NONCE_BYTES = 12
 PLAIN = bytes(NONCE_BYTES)
-FIELDS = struct.Struct("<8sII32s32s32s16s16s5I12s16s16sQdd16s12s212x")
+NO_KEY = bytes(8)
+FIELDS = struct.Struct("<8sII32s32s32s16s16s5I12s16s16sQdd16s12s8s204x")
 MAX_RAW_BYTES = 1 << 34
 """No chunk is larger; a header that claims more is not believed."""
 
@@ -106,6 +108,7 @@ class ChunkHeader:
     expires: float
     owner: bytes
     nonce: bytes = PLAIN
+    key_id: bytes = NO_KEY
 
     @property
     def tokens(self) -> int:
@@ -182,6 +185,7 @@ def pack_chunk(header: ChunkHeader, prefix: bytes, ids: Ids, payload: bytes, cip
         header.expires,
         header.owner,
         header.nonce,
+        header.key_id,
     )
     data[HEADER_BYTES : header.body_at] = prefix
     body = memoryview(data)[header.body_at :]
@@ -214,7 +218,7 @@ def read_header(data: Buffer, file_bytes: int) -> ChunkHeader:
         raise BadChunk("not a chunk file: wrong magic")
     if version != FORMAT_VERSION:
         raise BadChunk(f"format version {version}; this program reads {FORMAT_VERSION}")
-    layers, pair, heads, tokens, dim, dtype, codec, fidelity, length, created, expires, owner, nonce = rest
+    layers, pair, heads, tokens, dim, dtype, codec, fidelity, length, created, expires, owner, nonce, key_id = rest
     shape = (layers, pair, heads, tokens, dim)
     names = _text(dtype), _text(codec), _text(fidelity)
     if names[0] not in KV_DTYPES:
@@ -239,6 +243,7 @@ def read_header(data: Buffer, file_bytes: int) -> ChunkHeader:
         expires=expires,
         owner=owner,
         nonce=nonce,
+        key_id=key_id,
     )
     if not 0 < header.raw_bytes <= MAX_RAW_BYTES or pair != 2:
         raise BadChunk(f"impossible shape {shape}")

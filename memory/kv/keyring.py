@@ -22,8 +22,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -34,6 +36,7 @@ from memory.kv.identity import frame
 
 MASTER_VARIABLE = "KVLOOP_KV_KEY"
 KEY_BYTES = 32
+KEY_ID_BYTES = 8
 NONCE_BYTES = 12
 CACHED_KEYS = 4096
 BUSY_SECONDS, NEWS_SECONDS = 5.0, 0.25
@@ -106,6 +109,20 @@ def _decoded(text: str, where: str) -> bytes:
     return key
 
 
+@dataclass(frozen=True, slots=True)
+class OwnerKey:
+    """One owner's key, ready for use."""
+
+    id: bytes
+    """`KEY_ID_BYTES` that tell it from other keys of the same owner: those under another master key, or lost ones."""
+    cipher: AESGCM = field(repr=False)
+
+    @classmethod
+    def of(cls, key: bytes) -> OwnerKey:
+        """That of 32 secret bytes."""
+        return cls(blake3(frame("kvloop key id", key)).digest(KEY_ID_BYTES), AESGCM(key))
+
+
 class Keyring:
     """The keys of one folder. Thread-safe; many processes may use the file."""
 
@@ -115,7 +132,7 @@ class Keyring:
         self._master_id = _derive(master, "kvloop keyring id")[:16]
         self._upkeep = AESGCM(_derive(master, "kvloop upkeep key"))
         self._lock = threading.RLock()
-        self._ciphers: dict[bytes, AESGCM] = {}
+        self._keys: dict[bytes, OwnerKey] = {}
         self._seen = 0  # number of the last deletion that was noticed
         self._news: list[bytes] = []
         self._version = -1
@@ -125,45 +142,45 @@ class Keyring:
     def close(self) -> None:
         """Forgets what it holds in memory, and closes the file."""
         with self._lock:
-            self._ciphers.clear()
+            self._keys.clear()
             if self._database is not None:
                 self._database.close()
                 self._database = None
 
-    def to_write(self, owner: bytes, tenant_secret: str) -> AESGCM:
-        """The owner's cipher; a key is made, durably, where there is none. Raises `OwnerForgotten`."""
+    def to_write(self, owner: bytes, tenant_secret: str) -> OwnerKey:
+        """The owner's key; one is made, durably, where there is none. Raises `OwnerForgotten`."""
         with self._lock:
             self._look()
-            if owner not in self._ciphers:
+            if owner not in self._keys:
                 self._make(owner, tenant_secret)
-            return self._ciphers[owner]
+            return self._keys[owner]
 
-    def to_read(self, owner: bytes, tenant_secret: str) -> AESGCM | None:
-        """The owner's cipher for a tenant, or None where it has no key here."""
+    def to_read(self, owner: bytes, tenant_secret: str) -> OwnerKey | None:
+        """The owner's key for a tenant, or None where it has no key here."""
         with self._lock:
-            if owner not in self._ciphers:
+            if owner not in self._keys:
                 wrapped = self._wrapped(owner)
                 key = _unwrapped(self._tenant(tenant_secret), wrapped[0], owner) if wrapped else None
                 if key is None:
                     return None
                 self._remember(owner, key)
-            return self._ciphers[owner]
+            return self._keys[owner]
 
-    def for_upkeep(self, owner: bytes) -> AESGCM | None:
-        """The owner's cipher for background work, or None where it has no key here."""
+    def for_upkeep(self, owner: bytes) -> OwnerKey | None:
+        """The owner's key for background work, or None where it has no key here."""
         with self._lock:
-            if owner in self._ciphers:
-                return self._ciphers[owner]
+            if owner in self._keys:
+                return self._keys[owner]
             wrapped = self._wrapped(owner)
         key = _unwrapped(self._upkeep, wrapped[1], owner) if wrapped else None
-        return AESGCM(key) if key else None
+        return OwnerKey.of(key) if key else None
 
     def destroy(self, owners: Iterable[bytes]) -> int:
         """Destroys the keys of these owners for ever, durably; returns how many owners had one."""
         wanted = list(dict.fromkeys(owners))
         with self._lock:
             for owner in wanted:
-                self._ciphers.pop(owner, None)
+                self._keys.pop(owner, None)
             database = self._open()
             with _transaction(database):
                 gone = 0
@@ -205,7 +222,7 @@ class Keyring:
         for number, owner in database.execute(query, (self._seen,)).fetchall():
             self._seen = number
             self._news.append(owner)
-            self._ciphers.pop(owner, None)
+            self._keys.pop(owner, None)
         self._version = version
 
     def _make(self, owner: bytes, tenant_secret: str) -> None:
@@ -229,9 +246,9 @@ class Keyring:
         return AESGCM(_derive(self._master, "kvloop tenant key", tenant_secret))
 
     def _remember(self, owner: bytes, key: bytes) -> None:
-        while len(self._ciphers) >= CACHED_KEYS:
-            del self._ciphers[next(iter(self._ciphers))]
-        self._ciphers[owner] = AESGCM(key)
+        while len(self._keys) >= CACHED_KEYS:
+            del self._keys[next(iter(self._keys))]
+        self._keys[owner] = OwnerKey.of(key)
 
     def _open(self) -> sqlite3.Connection:
         """The database; opened anew where someone replaced its file."""

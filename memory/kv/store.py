@@ -170,6 +170,8 @@ class KVStore:
         found, stalled = self._loaders.run(chunks, restore, self.settings.stall_seconds)
         if self._disk is not None and (stalled or any(loaded.tier == "disk" for loaded in found)):
             self._disk.came(stalled=stalled)
+        if self._disk is not None and not stalled:
+            self._disk.give_up(chunks[len(found) :])
         return found
 
     def _restore_one(

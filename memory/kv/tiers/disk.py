@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from memory.kv.chunk import (
+    NO_KEY,
     PLAIN,
     BadChunk,
     Buffer,
     ChunkHeader,
-    Cipher,
     NoKey,
     body_bytes,
     pack_chunk,
@@ -37,7 +37,7 @@ from memory.kv.counters import Counters
 from memory.kv.fidelity import RUNGS, Fidelity, FidelityRecords, at_least, fidelity_named, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
-from memory.kv.keyring import KeyringError, OwnerForgotten
+from memory.kv.keyring import KeyringError, OwnerForgotten, OwnerKey
 from memory.kv.loading import Place
 from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
@@ -180,12 +180,12 @@ class DiskTier:
         None where the chunk is gone, unreadable or bad; a bad one is quarantined. `out` then holds anything.
         """
 
-        def cipher(owner: bytes) -> Cipher | None:
+        def key_of_owner(owner: bytes) -> OwnerKey | None:
             return self.keys.to_read(owner, identity.tenant_secret)
 
         try:
             data = self._fetch(ref) if ref.tier == "remote" else None
-            return self._reader.restore(ref, identity, least, out, cipher, place, data)
+            return self._reader.restore(ref, identity, least, out, key_of_owner, place, data)
         except FileNotFoundError:
             self._counters.add("lost")  # evicted or moved meanwhile, by this process or another
             self._strike_from_disk(ref.key)
@@ -210,6 +210,15 @@ class DiskTier:
         if ref.hits > 0 and sum(map(len, self._returning.values())) < RETURNING_BYTES:
             self._returning[ref.key] = view
         return view
+
+    def give_up(self, refs: Sequence[ChunkRef]) -> None:
+        """Is told what a load left out. Where the first is locked, so are most likely the others of its owner: none of
+        them is offered again, and the next save writes all of them anew, instead of one each time."""
+        if refs and refs[0].key in self._refused:
+            locked = [ref.key for ref in refs if ref.owner == refs[0].owner]
+            for key in locked:
+                self._refuse(key)
+            self._evicted(locked)
 
     def discard(self, key: bytes, reason: Exception) -> None:
         """Puts a bad file aside, or deletes one of an earlier format, and strikes it out."""
@@ -273,7 +282,7 @@ class DiskTier:
     def _write(self, chunk: ChunkData) -> bool:
         codec = self._encoder(self._settings.codec, chunk.model)
         payload = codec.encode(chunk.kv, kept_of(chunk.start, chunk.follows), chunk.start)
-        cipher = self.keys.to_write(chunk.owner, chunk.tenant_secret)
+        key = self.keys.to_write(chunk.owner, chunk.tenant_secret)
         self._records.learn(chunk.model, chunk.weights_id)
         header = ChunkHeader(
             key=chunk.key,
@@ -286,13 +295,14 @@ class DiskTier:
             dtype=chunk.kv_dtype,
             codec=codec.name,
             fidelity=worse(chunk.fidelity, fidelity_named(codec.name)),
-            body_bytes=body_bytes(chunk.tokens, len(payload), encrypted=cipher is not None),
+            body_bytes=body_bytes(chunk.tokens, len(payload), encrypted=key is not None),
             created=time.time(),
             expires=chunk.expires,
             owner=chunk.owner,
-            nonce=self.keys.nonce() if cipher else PLAIN,
+            nonce=self.keys.nonce() if key else PLAIN,
+            key_id=key.id if key else NO_KEY,
         )
-        data = pack_chunk(header, chunk.prefix, chunk.ids, payload, cipher)
+        data = pack_chunk(header, chunk.prefix, chunk.ids, payload, key.cipher if key else None)
         with self.exclusive():
             if self.keys.is_destroyed(chunk.owner):
                 raise OwnerForgotten
@@ -378,7 +388,7 @@ class DiskTier:
         if codec is None:
             return None
         payload = codec.encode(whole.kv, kept, old.start)
-        cipher = self.keys.for_upkeep(old.owner) if old.encrypted else None
+        owner_key = self.keys.for_upkeep(old.owner) if old.encrypted else None
         new = replace(
             old,
             codec=codec.name,
@@ -387,9 +397,9 @@ class DiskTier:
             nonce=self.keys.nonce() if old.encrypted else PLAIN,
         )
         saved = old.file_bytes - new.file_bytes
-        if saved <= 0 or (old.encrypted and cipher is None):
+        if saved <= 0 or (old.encrypted and (owner_key is None or owner_key.id != old.key_id)):
             return None
-        data = pack_chunk(new, whole.prefix, whole.ids, payload, cipher)
+        data = pack_chunk(new, whole.prefix, whole.ids, payload, owner_key.cipher if owner_key else None)
         with self.exclusive():
             row = self.index.rows([key]).get(key)
             if row is None or row.state != "stored" or self._changed(old) or self.keys.is_destroyed(old.owner):

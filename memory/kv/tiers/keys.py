@@ -12,8 +12,8 @@ import secrets
 import sqlite3
 from collections.abc import Sequence
 
-from memory.kv.chunk import NONCE_BYTES, Cipher
-from memory.kv.keyring import Keyring, master_key
+from memory.kv.chunk import NONCE_BYTES
+from memory.kv.keyring import Keyring, OwnerKey, master_key
 from memory.kv.settings import KVSettings
 from memory.kv.tiers.folder import ChunkFolder
 
@@ -42,15 +42,15 @@ class FolderKeys:
         if self._keyring is not None:
             self._keyring.close()
 
-    def to_write(self, owner: bytes, tenant_secret: str) -> Cipher | None:
-        """The cipher for new files of an owner; None where they are not encrypted.
+    def to_write(self, owner: bytes, tenant_secret: str) -> OwnerKey | None:
+        """The key for new files of an owner; None where they are not encrypted.
 
         Raises `OwnerForgotten`, `KeyringError`, `OSError` and `sqlite3.Error`.
         """
         return self._ready().to_write(owner, tenant_secret) if self._encrypts else None
 
-    def to_read(self, owner: bytes, tenant_secret: str) -> Cipher | None:
-        """The cipher for files of an owner, or None. Raises `OSError` where the keyring fails."""
+    def to_read(self, owner: bytes, tenant_secret: str) -> OwnerKey | None:
+        """The key for files of an owner, or None. Raises `OSError` where the keyring fails."""
         if self._keyring is None:
             return None
         try:
@@ -58,7 +58,7 @@ class FolderKeys:
         except sqlite3.Error as error:
             raise OSError(f"the keyring {self._path} fails: {error}") from error
 
-    def for_upkeep(self, owner: bytes) -> Cipher | None:
+    def for_upkeep(self, owner: bytes) -> OwnerKey | None:
         """As `to_read`, for work that knows no tenants."""
         if self._keyring is None:
             return None

@@ -20,13 +20,14 @@ from memory.kv.codec.base import Codec, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import Fidelity, at_least
 from memory.kv.identity import KV_DTYPES, Ids, KVIdentity, key_of, prefix_digests
+from memory.kv.keyring import OwnerKey
 from memory.kv.loading import Place
 from memory.kv.match import ChunkRef
 from memory.kv.tiers.folder import ChunkFolder
 
 READ_AHEAD_BYTES = 64 << 20
-FindCipher = Callable[[bytes], Cipher | None]
-"""Of an owner id the cipher, or None where there is no key."""
+FindKey = Callable[[bytes], OwnerKey | None]
+"""The key of an owner id, or None where there is none."""
 
 
 class Gone(Exception):
@@ -56,7 +57,7 @@ class ChunkReader:
         identity: KVIdentity,
         least: Fidelity,
         out: KVArray,
-        find: FindCipher,
+        find: FindKey,
         place: Place,
         data: memoryview | None = None,
     ) -> Fidelity:
@@ -90,7 +91,7 @@ class ChunkReader:
                 out[...] = whole[:, :, :, : ref.tokens]
         return header.fidelity
 
-    def load(self, key: bytes, find: FindCipher) -> Whole:
+    def load(self, key: bytes, find: FindKey) -> Whole:
         """A whole chunk, whatever it is of."""
 
         def accept(header: ChunkHeader) -> None:
@@ -110,15 +111,16 @@ class ChunkReader:
         return header
 
     def _open(
-        self, key: bytes, accept: Callable[[ChunkHeader], None], find: FindCipher, data: memoryview | None = None
+        self, key: bytes, accept: Callable[[ChunkHeader], None], find: FindKey, data: memoryview | None = None
     ) -> tuple[ChunkHeader, Ids, memoryview]:
         cipher: Cipher | None = None
 
         def accept_and_find(header: ChunkHeader) -> None:
             nonlocal cipher
             accept(header)
-            if header.encrypted:  # without a key the file is read all the same: is it locked, or its header bad?
-                cipher = find(header.owner)
+            if header.encrypted:  # without its key the file is read all the same: is it locked, or its header bad?
+                found = find(header.owner)
+                cipher = found.cipher if found is not None and found.id == header.key_id else None
 
         if data is None:
             data = self._folder.read(key, accept_and_find)

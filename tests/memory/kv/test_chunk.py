@@ -48,7 +48,7 @@ PLAIN_HEADER = ChunkHeader(
     owner=b"o" * 16,
 )
 HEADER = dataclasses.replace(
-    PLAIN_HEADER, body_bytes=body_bytes(len(IDS), len(PAYLOAD), encrypted=True), nonce=b"n" * 12
+    PLAIN_HEADER, body_bytes=body_bytes(len(IDS), len(PAYLOAD), encrypted=True), nonce=b"n" * 12, key_id=b"K" * 8
 )
 FILE = bytes(pack_chunk(HEADER, PREFIX, IDS, PAYLOAD, CIPHER))
 PLAIN_FILE = bytes(pack_chunk(PLAIN_HEADER, PREFIX, IDS, PAYLOAD, None))
@@ -128,6 +128,7 @@ def test_foreign_files_are_refused(data: bytes) -> None:
         {"created": 1.5e9},
         {"expires": 0.0},
         {"owner": b"O" * 16},
+        {"key_id": bytes(8)},
     ],
 )
 def test_a_body_under_another_header_is_refused(change: dict[str, object]) -> None:

@@ -43,6 +43,22 @@ def test_a_lost_keyring_makes_misses_and_new_chunks_take_the_place_of_old_ones(f
         assert restore(store, IDS) == len(IDS)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_lost_key_had_encrypted_is_replaced_in_one_turn(folder: Path, threads: int) -> None:
+    """Also when the owner has a new key by then, for another sequence: the files are locked, not bad."""
+    other = prompt(4 * CHUNK, seed=1)
+    with open_store(folder) as store:
+        save(store, other)
+    (folder.parent / "kv.key").unlink()
+    with open_store(folder, ram_bytes=0, load_threads=threads) as store:
+        for ids in (IDS, other):
+            assert restore(store, ids) == 0
+            save(store, ids)
+            assert restore(store, ids) == len(ids)
+        assert store.stats().quarantined == 0
+        assert store.stats().disk.chunks == len(list(folder.rglob("*.kv"))) == 7
+
+
 def test_a_keyring_that_comes_back_opens_what_nobody_replaced(folder: Path) -> None:
     path = folder.parent / "kv.key"
     key = path.read_bytes()

@@ -82,12 +82,14 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_all_processes_find_an_owners_key(tmp_path: Path) -> None:
     one, two = keyring(tmp_path), keyring(tmp_path)
-    sealed = one.to_write(OWNER, "tenant").encrypt(NONCE, b"words", b"")
-    for cipher in (two.to_read(OWNER, "tenant"), two.to_write(OWNER, "tenant"), keyring(tmp_path).for_upkeep(OWNER)):
-        assert cipher is not None
-        assert cipher.decrypt(NONCE, sealed, b"") == b"words"
+    sealed = one.to_write(OWNER, "tenant").cipher.encrypt(NONCE, b"words", b"")
+    for key in (two.to_read(OWNER, "tenant"), two.to_write(OWNER, "tenant"), keyring(tmp_path).for_upkeep(OWNER)):
+        assert key is not None
+        assert key.cipher.decrypt(NONCE, sealed, b"") == b"words"
+        assert key.id == one.to_write(OWNER, "tenant").id
+    assert one.to_write(OTHER, "tenant").id != one.to_write(OWNER, "tenant").id
     with pytest.raises(InvalidTag):
-        one.to_write(OTHER, "tenant").decrypt(NONCE, sealed, b"")
+        one.to_write(OTHER, "tenant").cipher.decrypt(NONCE, sealed, b"")
 
 
 def test_another_tenant_or_another_master_opens_nothing(tmp_path: Path) -> None:
@@ -98,12 +100,13 @@ def test_another_tenant_or_another_master_opens_nothing(tmp_path: Path) -> None:
 
 
 def test_a_lost_master_key_does_not_lock_the_owner_out_for_ever(tmp_path: Path) -> None:
-    sealed = keyring(tmp_path).to_write(OWNER, "tenant").encrypt(NONCE, b"words", b"")
+    sealed = keyring(tmp_path).to_write(OWNER, "tenant").cipher.encrypt(NONCE, b"words", b"")
     other = keyring(tmp_path, OTHER_MASTER)
-    other.to_write(OWNER, "tenant")
+    made = other.to_write(OWNER, "tenant")
     found = keyring(tmp_path).to_read(OWNER, "tenant")
     assert found is not None, "when the first comes back, its keys are still there"
-    assert found.decrypt(NONCE, sealed, b"") == b"words"
+    assert found.id != made.id
+    assert found.cipher.decrypt(NONCE, sealed, b"") == b"words"
     assert other.destroy([OWNER]) == 1
     assert keyring(tmp_path).to_read(OWNER, "tenant") is None, "those of every master are destroyed"
 
