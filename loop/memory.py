@@ -20,6 +20,7 @@ from memory.kv.settings import KVSettings
 from memory.kv.store import KVStore
 
 MEASURE_SECONDS = 3600.0
+_UNBOUNDED = 2**62
 
 
 class MemoryCommandError(RuntimeError):
@@ -36,16 +37,16 @@ def report(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": str(folder), "tiers": {}, "rungs": [], "holdings": [], "records": []}
     if not folder.is_dir():
         return found
-    with KVStore(_quiet(config.worker.kv), folder) as store:
+    settings = config.worker.kv
+    with KVStore(_quiet(settings), folder) as store:
         holdings, records, stats = store.report(), store.fidelity.all(), store.stats()
         base_of = {each.model_hex: store.fidelity.base_of(bytes.fromhex(each.model_hex)) for each in holdings}
-    for tier in ("disk", "remote"):
-        held = getattr(stats, tier, None)
-        if held is not None and (held.budget or held.chunks):
-            found["tiers"][tier] = asdict(held)
+    found["tiers"]["disk"] = asdict(stats.disk) | {"budget": settings.disk_bytes}
+    if settings.remote_url is not None or stats.remote.chunks:
+        found["tiers"]["remote"] = asdict(stats.remote) | {"budget": settings.remote_bytes}
     found["holdings"] = [asdict(each) | {"weights_id_base": base_of[each.model_hex]} for each in holdings]
     found["rungs"] = by_rung(found["holdings"])
-    limits = config.worker.kv.max_kl
+    limits = settings.max_kl
     found["records"] = [
         asdict(record) | {"max_kl": _finite(limits[record.codec]), "trusted": record.kl_mean <= limits[record.codec]}
         for record in records
@@ -116,8 +117,11 @@ def _folder(config: Config) -> Path:
 
 
 def _quiet(settings: KVSettings) -> KVSettings:
-    """For a look at the folder: no upkeep of its own, and no RAM."""
-    return settings.model_copy(update={"upkeep_seconds": 0.0, "ram_bytes": 0})
+    """For a look at the folder: no upkeep of its own, no RAM, and no budget that would evict what a worker with other
+    settings keeps."""
+    return settings.model_copy(
+        update={"upkeep_seconds": 0.0, "ram_bytes": 0, "disk_bytes": _UNBOUNDED, "remote_bytes": _UNBOUNDED}
+    )
 
 
 def _finite(value: float) -> float | None:

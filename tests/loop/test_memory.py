@@ -64,6 +64,9 @@ def test_the_report_tells_what_is_stored_without_anything_running(filled: Kvloop
     assert holding["weights_id_base"] == BASE
     assert found["tiers"]["disk"]["bytes"] == holding["bytes"] == sum(map(len, before.values()))
     assert "remote" not in found["tiers"]
+    # Settings of this command alone evict nothing.
+    small = filled("memory", "report", "--json", before=("--set", "worker.kv.disk_bytes=1")).json
+    assert (small["rungs"], small["tiers"]["disk"]["budget"]) == (found["rungs"], 1)
     assert files(filled.home / "kv") == before
     shown = filled("memory", "report").out
     assert "exact" in shown
