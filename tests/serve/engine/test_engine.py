@@ -296,8 +296,9 @@ def test_an_engine_needs_a_model() -> None:
 
 def test_nothing_waits_once_everything_is_answered(start_engine: StartEngine) -> None:
     engine = start_engine()
-    # The whole of them begins and ends within one step.
-    sampling = Sampling(max_tokens=0, prompt_logprobs=0)
-    engine.generate([Request("base", prompt(8, seed), sampling) for seed in range(3)])
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    sampling = Sampling(max_tokens=0, prompt_logprobs=0)  # it begins and ends within one step
+    engine.submit([Request("base", prompt(8, seed), sampling) for seed in range(3)], events.put)
+    for _ in range(3):
+        assert isinstance(events.get(timeout=20), DoneEvent)
     wait_for(lambda: engine.load_now.waiting == 0)
-    assert engine.load_now.running == 0
