@@ -26,8 +26,10 @@ import psutil
 from loop.config import Config, secret_file, with_shared_layers
 from loop.processes import Child, python_module
 from memory.files import write_atomic
+from memory.kv.keyring import master_key
 from serve.gateway.auth import read_keys
 from serve.pull import pull
+from serve.worker.settings import WorkerSettings
 
 READY_SECONDS = 120.0
 GRACE_SECONDS = 45.0  # more than any child takes to finish its streams or to write what waits for the disk
@@ -115,6 +117,17 @@ def _refuse_bad_keys(file: Path | None) -> None:
         raise SupervisorError(f"setting gateway.keys_file: {error}") from None
 
 
+def _refuse_bad_keyring(settings: WorkerSettings) -> None:
+    """Makes the keyring of KV memory where there is none. Raises `KeyringError` and `SupervisorError`."""
+    keyring = settings.kv.keyring
+    if keyring is None or settings.kv_folder is None or not settings.kv.encryption:
+        return
+    try:
+        master_key(keyring)
+    except OSError as error:
+        raise SupervisorError(f"setting worker.kv.keyring: {error}") from None
+
+
 class Supervisor:
     """Starts and watches the processes of one install. Use from the main thread, inside `only_one`."""
 
@@ -157,6 +170,7 @@ class Supervisor:
         refuse_taken("worker.port", self._config.worker.host, self._config.worker.port)
         refuse_taken("gateway.port", self._config.gateway.host, self._config.gateway.port)
         _refuse_bad_keys(self._config.gateway.keys_file)
+        _refuse_bad_keyring(self._config.worker)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         try:

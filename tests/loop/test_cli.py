@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import subprocess
@@ -133,6 +134,20 @@ def test_up_with_a_keys_file_that_holds_no_keys(
     settings += [f"{name}.port={free_port()}" for name in ("gateway", "worker")]
     line = kvloop.refuses("up", before=tuple(part for setting in settings for part in ("--set", setting)))
     assert "gateway.keys_file" in line
+    assert str(file) in line
+
+
+@pytest.mark.parametrize(("mode", "content", "why"), [(0o644, None, "chmod 600"), (0o600, "short", "openssl rand")])
+def test_up_with_a_keyring_that_cannot_be_used(
+    kvloop: Kvloop, tiny_model_dir: Path, mode: int, content: str | None, why: str
+) -> None:
+    file = kvloop.home / "keyring"
+    kvloop.home.mkdir()
+    file.write_text(content or base64.b64encode(bytes(32)).decode())
+    file.chmod(mode)
+    settings = [f"model={tiny_model_dir}", *(f"{name}.port={free_port()}" for name in ("gateway", "worker"))]
+    line = kvloop.refuses("up", before=tuple(part for setting in settings for part in ("--set", setting)))
+    assert why in line
     assert str(file) in line
 
 
