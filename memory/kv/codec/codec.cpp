@@ -49,8 +49,6 @@ template <typename Each> int64_t encode_all(const View& view, uint8_t* out, Each
     return NO_MEMORY;
 }
 
-Coding coding_of(const View& view, size_t index, int bits) { return {view.keys(index), bits}; }
-
 }  // namespace
 
 extern "C" {
@@ -79,17 +77,16 @@ int64_t kv_exact_encode(const View* view, int per_channel, uint8_t* out) {
 int64_t kv_grouped_decode(const uint8_t* data, uint64_t length, int bits, const View* view) {
     std::vector<uint8_t> tiled;
     return decode_all(data, length, *view, [&](const uint8_t* blob, size_t size, size_t i) {
-        const Coding coding = coding_of(*view, i, bits);
-        return view->itemsize == 2 ? decode_grouped<uint16_t>(blob, size, coding, view->rows(i), tiled)
-                                   : decode_grouped<uint32_t>(blob, size, coding, view->rows(i), tiled);
+        return view->itemsize == 2 ? decode_grouped<uint16_t>(blob, size, bits, view->rows(i), tiled)
+                                   : decode_grouped<uint32_t>(blob, size, bits, view->rows(i), tiled);
     });
 }
 
 int64_t kv_grouped_encode(const View* view, int bits, int per_channel, uint8_t* out) {
     return encode_all(*view, out, [&](uint8_t* at, size_t i) {
-        const Coding coding = coding_of(*view, i, bits);
-        return view->itemsize == 2 ? encode_grouped<uint16_t>(view->rows(i), coding, per_channel, at)
-                                   : encode_grouped<uint32_t>(view->rows(i), coding, per_channel, at);
+        const bool keys = view->keys(i);
+        return view->itemsize == 2 ? encode_grouped<uint16_t>(view->rows(i), keys, bits, per_channel, at)
+                                   : encode_grouped<uint32_t>(view->rows(i), keys, bits, per_channel, at);
     });
 }
 }

@@ -43,17 +43,17 @@ template <typename Bits> inline Bits from_float(float value) {
 
 inline size_t group_count(size_t length, size_t group) { return std::max<size_t>(1, length / group); }
 
-// How one kind of head is coded: keys in groups along tokens, values in groups along channels.
+// How a head is coded: in groups of a channel's consecutive tokens, or of a token's consecutive channels.
 struct Coding {
-    bool keys;
+    bool channels;
     int bits;
     size_t row_bytes(size_t dim) const { return bits == 8 ? dim : (dim + 1) / 2; }
-    size_t group() const { return keys && bits == 8 ? 4 * GROUP : GROUP; }
+    size_t group() const { return channels && bits == 8 ? 4 * GROUP : GROUP; }
     size_t groups(const Rows& rows) const {
-        return keys ? group_count(rows.tokens, group()) * rows.dim : rows.tokens * group_count(rows.dim, group());
+        return channels ? group_count(rows.tokens, group()) * rows.dim : rows.tokens * group_count(rows.dim, group());
     }
-    bool zeros() const { return keys && bits == 4; }
-    bool coarse() const { return !keys && bits == 4; }
+    bool zeros() const { return channels && bits == 4; }
+    bool coarse() const { return !channels && bits == 4; }
     int shift() const { return coarse() ? COARSE_SHIFT : FINE_SHIFT; }
     int floor() const { return coarse() ? COARSE_FLOOR : FINE_FLOOR; }
     int codes() const { return coarse() ? 63 : 255; }
@@ -81,10 +81,11 @@ inline void decode_row4(const uint8_t* codes, const float* scale, const float* z
 
 // Decodes a blob of exactly `length` bytes into the rows. Returns 0 or `BAD`.
 template <typename Bits>
-int64_t decode_grouped(const uint8_t* blob, size_t length, Coding coding, const Rows& rows, std::vector<uint8_t>& tiled) {
+int64_t decode_grouped(const uint8_t* blob, size_t length, int bits, const Rows& rows, std::vector<uint8_t>& tiled) {
     if (length < GROUP_HEAD_BYTES) return BAD;
     if (blob[0] == EXACT)
         return decode_head<Bits>(blob + GROUP_HEAD_BYTES, length - GROUP_HEAD_BYTES, blob[1] != 0, rows, tiled);
+    const Coding coding{blob[1] != 0, bits};
     const uint32_t base = uint32_t(blob[2]) | uint32_t(blob[3]) << 8;
     const size_t count = read32(blob + 4), groups = coding.groups(rows), row_bytes = coding.row_bytes(rows.dim);
     const size_t parameters = groups * (coding.zeros() ? 2 : 1);
@@ -97,14 +98,14 @@ int64_t decode_grouped(const uint8_t* blob, size_t length, Coding coding, const 
     std::vector<float> scale(rows.dim), zero(rows.dim);
     std::vector<Bits> row(rows.dim);
     const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % sizeof(Bits) == 0 && rows.stride % sizeof(Bits) == 0;
-    const size_t along = coding.keys ? rows.tokens : rows.dim, number = group_count(along, coding.group());
+    const size_t along = coding.channels ? rows.tokens : rows.dim, number = group_count(along, coding.group());
     for (size_t t = 0; t < rows.tokens; ++t) {
-        if (coding.keys && t % coding.group() == 0 && t / coding.group() < number) {
+        if (coding.channels && t % coding.group() == 0 && t / coding.group() < number) {
             const size_t first = t / coding.group() * rows.dim;
             for (size_t d = 0; d < rows.dim; ++d) scale[d] = as_float((base + scales[first + d]) << FINE_SHIFT);
             if (coding.zeros())
                 for (size_t d = 0; d < rows.dim; ++d) zero[d] = float(int(int8_t(zeros[first + d])) - 8);
-        } else if (!coding.keys) {
+        } else if (!coding.channels) {
             for (size_t g = 0; g < number; ++g) {
                 const size_t end = g + 1 == number ? rows.dim : (g + 1) * GROUP;
                 const uint8_t byte = scales[t * number + g];
@@ -141,11 +142,11 @@ inline float from_ordered(int32_t value) { return as_float(uint32_t(value ^ ((va
 inline float needed_step(Coding coding, float low, float high) {
     const float far = std::max(std::fabs(low), std::fabs(high));
     if (coding.bits == 8) return far * (1.0f / 127.0f);
-    if (coding.keys) return std::max((high - low) * (1.0f / 15.0f), far * (1.0f / 130.0f));
+    if (coding.channels) return std::max((high - low) * (1.0f / 15.0f), far * (1.0f / 130.0f));
     return 0.0f;
 }
 
-// int4 values: the smallest step of those that the four zeros allow, and which of them that is.
+// int4 along channels: the smallest step of those that the four zeros allow, and which of them that is.
 inline float step_of_zeros(float low, float high, int& chosen) {
     float best = 0.0f;
     chosen = 0;
@@ -187,9 +188,69 @@ template <typename Bits> struct Head {
     }
 };
 
+// Every group's range, and the scale it will have.
+struct Groups {
+    Coding coding;
+    size_t number;  // of groups in a row or column
+    std::vector<int32_t> low, high;
+    std::vector<int> scale, zero;
+    int base = 0;
+
+    size_t count() const { return scale.size(); }
+    size_t at(size_t position) const { return std::min(position / coding.group(), number - 1); }
+    size_t end(size_t group, size_t length) const { return group + 1 == number ? length : (group + 1) * coding.group(); }
+
+    Groups(Coding coding, const Rows& rows, const float* x)
+        : coding(coding), number(group_count(coding.channels ? rows.tokens : rows.dim, coding.group())),
+          low(coding.groups(rows), 0x7fffffff), high(low.size(), int32_t(0x80000000)), scale(low.size()), zero(low.size(), 0) {
+        for (size_t t = 0; t < rows.tokens; ++t)
+            if (coding.channels) widen_columns(x + t * rows.dim, rows.dim, at(t) * rows.dim);
+            else for (size_t g = 0; g < number; ++g) widen_row(x + t * rows.dim, g * GROUP, end(g, rows.dim), t * number + g);
+        int most = 0;
+        for (size_t g = 0; g < count(); ++g) {
+            const float least = from_ordered(low[g]), greatest = from_ordered(high[g]);
+            scale[g] = scale_code(coding, coding.coarse() ? step_of_zeros(least, greatest, zero[g])
+                                                          : needed_step(coding, least, greatest));
+            most = std::max(most, scale[g]);
+        }
+        base = std::max(most - coding.codes(), coding.floor());
+        for (int& code : scale) code = std::max(code, base);
+    }
+
+    void widen_columns(const float* row, size_t dim, size_t first) {
+        int32_t *least = low.data() + first, *most = high.data() + first;
+        for (size_t d = 0; d < dim; ++d) {
+            const int32_t value = ordered(row[d]);
+            least[d] = std::min(least[d], value), most[d] = std::max(most[d], value);
+        }
+    }
+
+    void widen_row(const float* row, size_t first, size_t last, size_t group) {
+        int32_t least = 0x7fffffff, most = int32_t(0x80000000);
+        for (size_t d = first; d < last; ++d) {
+            const int32_t value = ordered(row[d]);
+            least = std::min(least, value), most = std::max(most, value);
+        }
+        low[group] = least, high[group] = most;
+    }
+
+    int64_t sum() const {
+        int64_t total = 0;
+        for (int code : scale) total += code;
+        return total;
+    }
+};
+
+// Whether groups along tokens make the scales of values smaller, on average: in int4, where such groups take more room
+// than groups along channels, by an octave.
+inline bool better_along_tokens(const Groups& channels, const Groups& tokens, size_t count) {
+    const int64_t least = tokens.coding.bits == 4 ? 16 : 0, fine = tokens.coding.coarse() ? 2 : 1;
+    const int64_t along = int64_t(channels.count()), across = int64_t(tokens.count());
+    return count >= GROUP && fine * tokens.sum() * along - channels.sum() * across > least * along * across;
+}
+
 // Encodes the rows at `out`, which has room for `grouped_bound`. Returns the bytes written.
-template <typename Bits> size_t encode_grouped(const Rows& rows, Coding coding, bool per_channel, uint8_t* out) {
-    const size_t dim = rows.dim, groups = coding.groups(rows), row_bytes = coding.row_bytes(dim);
+template <typename Bits> size_t encode_grouped(const Rows& rows, bool keys, int bits, bool per_channel, uint8_t* out) {
     std::memset(out, 0, GROUP_HEAD_BYTES);
     Head<Bits> head;
     head.read(rows);
@@ -198,70 +259,41 @@ template <typename Bits> size_t encode_grouped(const Rows& rows, Coding coding, 
         return GROUP_HEAD_BYTES + encode_head<Bits>(rows, per_channel, out + GROUP_HEAD_BYTES);
     }
     const float* x = head.numbers.data();
-    std::vector<int32_t> low(groups, 0x7fffffff), high(groups, int32_t(0x80000000));
-    const size_t number = group_count(coding.keys ? rows.tokens : dim, coding.group());
-    const auto group_of = [&](size_t t) { return std::min(t / coding.group(), number - 1); };
-    for (size_t t = 0; t < rows.tokens; ++t) {
-        const float* row = x + t * dim;
-        if (coding.keys) {
-            int32_t *least = low.data() + group_of(t) * dim, *most = high.data() + group_of(t) * dim;
-            for (size_t d = 0; d < dim; ++d) {
-                const int32_t value = ordered(row[d]);
-                least[d] = std::min(least[d], value), most[d] = std::max(most[d], value);
-            }
-            continue;
-        }
-        for (size_t g = 0; g < number; ++g) {
-            const size_t end = g + 1 == number ? dim : (g + 1) * GROUP;
-            int32_t least = 0x7fffffff, most = int32_t(0x80000000);
-            for (size_t d = g * GROUP; d < end; ++d) {
-                const int32_t value = ordered(row[d]);
-                least = std::min(least, value), most = std::max(most, value);
-            }
-            low[t * number + g] = least, high[t * number + g] = most;
-        }
+    Groups groups({true, bits}, rows, x);
+    if (!keys) {
+        Groups tokens({false, bits}, rows, x);
+        if (!better_along_tokens(groups, tokens, rows.tokens)) groups = std::move(tokens);
     }
-    std::vector<int> scale(groups), zero(groups, 0);
-    int most = 0;
-    for (size_t g = 0; g < groups; ++g) {
-        const float least = from_ordered(low[g]), greatest = from_ordered(high[g]);
-        scale[g] = scale_code(coding, coding.coarse() ? step_of_zeros(least, greatest, zero[g])
-                                                      : needed_step(coding, least, greatest));
-        most = std::max(most, scale[g]);
-    }
-    const int base = std::max(most - coding.codes(), coding.floor());
-    out[2] = uint8_t(base), out[3] = uint8_t(base >> 8);
+    const Coding coding = groups.coding;
+    const size_t dim = rows.dim, count = groups.count(), row_bytes = coding.row_bytes(dim);
+    out[1] = coding.channels, out[2] = uint8_t(groups.base), out[3] = uint8_t(groups.base >> 8);
     write32(out + 4, uint32_t(head.places.size()));
-    uint8_t *scales = out + GROUP_HEAD_BYTES, *zeros = scales + groups;
-    uint8_t* codes = zeros + (coding.zeros() ? groups : 0);
-    std::vector<float> inverse(groups), offset(groups, 0.0f);
-    for (size_t g = 0; g < groups; ++g) {
-        const int code = std::max(scale[g] - base, 0);
-        inverse[g] = 1.0f / as_float(uint32_t(base + code) << coding.shift());
-        if (coding.coarse()) {
-            scales[g] = uint8_t(code << 2 | zero[g]);
-            offset[g] = float(zero[g] - 9);
-        } else {
-            scales[g] = uint8_t(code);
-        }
+    uint8_t *scales = out + GROUP_HEAD_BYTES, *zeros = scales + count;
+    uint8_t* codes = zeros + (coding.zeros() ? count : 0);
+    std::vector<float> inverse(count), offset(count, 0.0f);
+    for (size_t g = 0; g < count; ++g) {
+        const int code = groups.scale[g] - groups.base;
+        inverse[g] = 1.0f / as_float(uint32_t(groups.scale[g]) << coding.shift());
+        scales[g] = uint8_t(coding.coarse() ? code << 2 | groups.zero[g] : code);
+        if (coding.coarse()) offset[g] = float(groups.zero[g] - 9);
         if (coding.zeros()) {
-            const float middle = from_ordered(low[g]) * 0.5f + from_ordered(high[g]) * 0.5f;
+            const float middle = from_ordered(groups.low[g]) * 0.5f + from_ordered(groups.high[g]) * 0.5f;
             const float z = std::min(std::max(std::nearbyint(middle * inverse[g] - 7.5f) + 8.0f, -128.0f), 127.0f);
             zeros[g] = uint8_t(int8_t(z));
             offset[g] = z - 8.0f;
         }
     }
     std::vector<float> inverse_row(dim), offset_row(dim);
-    const float least_code = coding.bits == 8 ? -127.0f : 0.0f, most_code = coding.bits == 8 ? 127.0f : 15.0f;
+    const float least_code = bits == 8 ? -127.0f : 0.0f, most_code = bits == 8 ? 127.0f : 15.0f;
     std::vector<uint8_t> row_codes(dim + 1, 0);
     for (size_t t = 0; t < rows.tokens; ++t) {
         const float *by = inverse_row.data(), *less = offset_row.data();
-        if (coding.keys) {
-            by = inverse.data() + group_of(t) * dim, less = offset.data() + group_of(t) * dim;
+        if (coding.channels) {
+            by = inverse.data() + groups.at(t) * dim, less = offset.data() + groups.at(t) * dim;
         } else {
-            for (size_t d = 0; d < dim; ++d) {
-                const size_t g = t * number + std::min(d / GROUP, number - 1);
-                inverse_row[d] = inverse[g], offset_row[d] = offset[g];
+            for (size_t g = 0; g < groups.number; ++g) {
+                const size_t from = t * groups.number + g, last = groups.end(g, dim);
+                for (size_t d = g * GROUP; d < last; ++d) inverse_row[d] = inverse[from], offset_row[d] = offset[from];
             }
         }
         const float* row = x + t * dim;
@@ -270,7 +302,7 @@ template <typename Bits> size_t encode_grouped(const Rows& rows, Coding coding, 
             row_codes[d] = uint8_t(int(std::min(std::max(code, least_code), most_code)));
         }
         uint8_t* to = codes + t * row_bytes;
-        if (coding.bits == 8) std::memcpy(to, row_codes.data(), dim);
+        if (bits == 8) std::memcpy(to, row_codes.data(), dim);
         else for (size_t d = 0; d < row_bytes; ++d) to[d] = uint8_t(row_codes[d] | row_codes[d + row_bytes] << 4);
     }
     uint8_t* end = codes + rows.tokens * row_bytes;

@@ -1,20 +1,21 @@
 """int8 and int4 coding of KV: keys in groups along tokens, values in groups along channels.
 
 Keys have channels that are large in every token, values have tokens that are large in every channel; each is grouped so
-that what is large shares a scale with its like. A number is `(code + zero) * scale` in fp32, rounded to its dtype. A
-scale is a float with a mantissa of 3 or 4 bits, so the product is exact, and every CPU, order of operations and
-kernel gives the same bits.
+that what is large shares a scale with its like. Values that have large channels instead are grouped like keys. A number
+is `(code + zero) * scale` in fp32, rounded to its dtype. A scale is a float with a mantissa of 3 or 4 bits, so the
+product is exact, and every CPU, order of operations and kernel gives the same bits.
 
 A payload is the lengths of the heads' blobs (u32 each) and the blobs, heads in the order of the array. A blob is
     u8 mode, u8 flag, u16 base of the scales, u32 number of escapes
 and, of `EXACT`, where too much cannot be coded, a blob of windows.py with bases for each channel if the flag says so;
-of `GROUPED`, where groups are as even as `spans` makes them and all is in the order [tokens, channels]:
-    int8: scale (u8) of each group; codes (i8). The zero is 0. Groups are 256 keys or 64 values long.
-    int4 keys: scale (u8) of each group, zero + 8 (i8) of each group; codes. Groups are 64 long.
-    int4 values: scale * 4 + zero + 9 (u8) of each group, scale in 6 bits; codes. Groups are 64 long.
+of `GROUPED`, in groups along tokens if the flag says so, else along channels, all in the order [tokens, channels]:
+    int8: scale (u8) of each group; codes (i8). The zero is 0. Groups are 256 tokens or 64 channels long.
+    int4 along tokens: scale (u8) of each group, zero + 8 (i8) of each group; codes. Groups are 64 long.
+    int4 along channels: scale * 4 + zero + 9 (u8) of each group, scale in 6 bits; codes. Groups are 64 long.
+    (The last group of a row or column takes what is left; it is up to twice as long.)
     then places (u32 each) and bits of the escapes: numbers of 2^126 and more, infinities and NaN are kept exactly.
-A scale is the float of the bits `(base + scale) << 19`, or `<< 20` of int4 values. int4 codes of a row of n channels
-take (n + 1) / 2 bytes: channel j is the low half of byte j, channel (n + 1) / 2 + j the high half.
+A scale is the float of the bits `(base + scale) << 19`, or `<< 20` of int4 along channels. int4 codes of a row of n
+channels take (n + 1) / 2 bytes: channel j is the low half of byte j, channel (n + 1) / 2 + j the high half.
 This file and grouped.h give the same bytes.
 """
 
@@ -42,20 +43,26 @@ LIMITS = {"uint16": np.float32(2.0**126), "float32": np.float32(2.0**126), "floa
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How one kind of head is coded."""
+    """How a head is coded."""
 
-    keys: bool
+    channels: bool
+    """Whether a group is a channel of consecutive tokens, or a token's consecutive channels."""
     bits: int
 
     @property
     def zeros(self) -> bool:
         """Whether groups have a zero in a byte of its own."""
-        return self.keys and self.bits == 4
+        return self.channels and self.bits == 4
 
     @property
     def coarse(self) -> bool:
         """Whether a group's scale and zero share a byte."""
-        return not self.keys and self.bits == 4
+        return not self.channels and self.bits == 4
+
+    @property
+    def axis(self) -> int:
+        """The axis of [tokens, channels] that groups lie along."""
+        return 0 if self.channels else 1
 
     @property
     def shift(self) -> int:
@@ -81,23 +88,61 @@ class Coding:
 
     def starts(self, tokens: int, dim: int) -> NDArray[np.intp]:
         """Where the groups start, along the axis they lie on."""
-        group = 4 * GROUP if self.keys and self.bits == 8 else GROUP
-        return np.arange(max(1, (tokens if self.keys else dim) // group)) * group
+        group = 4 * GROUP if self.channels and self.bits == 8 else GROUP
+        return np.arange(max(1, (tokens if self.channels else dim) // group)) * group
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Every group's range, and the scale it will have."""
+
+    coding: Coding
+    starts: NDArray[np.intp]
+    low: F32
+    high: F32
+    chosen: NDArray[np.int64]
+    base: int
+    scale: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, x: F32, coding: Coding) -> _Groups:
+        starts = coding.starts(*x.shape)
+        low = np.minimum.reduceat(x, starts, axis=coding.axis)
+        high = np.maximum.reduceat(x, starts, axis=coding.axis)
+        step, chosen = _step(coding, low, high)
+        scale = ((step.view(np.uint32) + np.uint32((1 << coding.shift) - 1)) >> coding.shift).astype(np.int64)
+        base = max(int(scale.max()) - coding.codes, coding.floor)
+        return cls(coding, starts, low, high, chosen, base, np.maximum(scale, base))
+
+    @classmethod
+    def best(cls, x: F32, bits: int, keys: bool) -> _Groups:
+        """Groups along tokens for keys; for values only where that makes scales smaller, on average.
+
+        By an octave in int4, where such groups take more room than groups along channels; in int8 they take less.
+        """
+        channels = cls.of(x, Coding(True, bits))
+        if keys:
+            return channels
+        tokens = cls.of(x, Coding(False, bits))
+        least, fine = (16, 2) if bits == 4 else (0, 1)  # in sixteenths of an octave
+        gain = fine * int(tokens.scale.sum()) * channels.scale.size - int(channels.scale.sum()) * tokens.scale.size
+        worth = x.shape[0] >= GROUP and gain > least * channels.scale.size * tokens.scale.size
+        return channels if worth else tokens
 
 
 def encode(kv: KVArray, bits: int, per_channel: bool) -> bytes:
     """Table and blobs of an array [layers, 2, kv_heads, tokens, head_dim]."""
     heads = ((np.ascontiguousarray(kv[index]), index[1] == 0) for index in np.ndindex(*kv.shape[:3]))
-    return windows.join_blobs([encode_head(head, Coding(keys, bits), per_channel) for head, keys in heads])
+    return windows.join_blobs([encode_head(head, keys, bits, per_channel) for head, keys in heads])
 
 
 def decode(data: memoryview, bits: int, out: KVArray) -> None:
     """Writes the array of table and blobs into `out`. Raises `CodecError`."""
     for index, blob in zip(np.ndindex(*out.shape[:3]), windows.split_blobs(data, out), strict=True):
-        out[index] = decode_head(blob, Coding(index[1] == 0, bits), out.shape[3:], out.dtype)
+        out[index] = decode_head(blob, bits, out.shape[3:], out.dtype)
 
 
-def encode_head(head: KVArray, coding: Coding, per_channel: bool) -> bytes:
+def encode_head(head: KVArray, keys: bool, bits: int, per_channel: bool) -> bytes:
     """The blob of one head [tokens, head_dim]."""
     numbers = to_float(head)
     with np.errstate(invalid="ignore"):
@@ -106,35 +151,30 @@ def encode_head(head: KVArray, coding: Coding, per_channel: bool) -> bytes:
     if len(places) * ESCAPE_SHARE > head.size:
         return HEAD.pack(EXACT, per_channel, 0, 0) + _exact_blob(head, per_channel)
     x = np.where(escaped, np.float32(0), numbers) + np.float32(0)  # -0 becomes 0, so that minima have one value
-    axis, starts = (0, coding.starts(*head.shape)) if coding.keys else (1, coding.starts(*head.shape))
-    low, high = np.minimum.reduceat(x, starts, axis=axis), np.maximum.reduceat(x, starts, axis=axis)
-    step, chosen = _step(coding, low, high)
-    scale = ((step.view(np.uint32) + np.uint32((1 << coding.shift) - 1)) >> coding.shift).astype(np.int64)
-    base = max(int(scale.max()) - coding.codes, coding.floor)
-    scale = np.maximum(scale - base, 0)
-    inverse = np.float32(1) / _scales(base, scale, coding)
-    parameters, offset = [scale.astype(np.uint8)], chosen.astype(np.float32) - np.float32(9)
+    groups = _Groups.best(x, bits, keys)
+    coding, scale = groups.coding, groups.scale - groups.base
+    inverse = np.float32(1) / _scales(groups.base, scale, coding)
+    parameters, offset = [scale.astype(np.uint8)], np.zeros_like(inverse)
     if coding.coarse:
-        parameters = [(scale << 2 | chosen).astype(np.uint8)]
+        parameters = [(scale << 2 | groups.chosen).astype(np.uint8)]
+        offset = groups.chosen.astype(np.float32) - np.float32(9)
     elif coding.zeros:
-        middle = low * np.float32(0.5) + high * np.float32(0.5)
+        middle = groups.low * np.float32(0.5) + groups.high * np.float32(0.5)
         zero = np.clip(np.rint(middle * inverse - np.float32(7.5)) + np.float32(8), -128, 127).astype(np.float32)
         parameters.append(zero.astype(np.int8).view(np.uint8))
         offset = zero - np.float32(8)
-    else:
-        offset = np.zeros_like(inverse)
-    lengths = np.diff(np.append(starts, head.shape[axis]))
-    rounded = np.rint(x * np.repeat(inverse, lengths, axis)) - np.repeat(offset, lengths, axis)
-    if coding.bits == 8:
+    lengths = np.diff(np.append(groups.starts, head.shape[coding.axis]))
+    rounded = np.rint(x * np.repeat(inverse, lengths, coding.axis)) - np.repeat(offset, lengths, coding.axis)
+    if bits == 8:
         codes = np.clip(rounded, -127, 127).astype(np.int8).view(np.uint8)
     else:
         codes = _pack(np.clip(rounded, 0, 15).astype(np.uint8))
     kept = head.reshape(-1)[places].astype(head.dtype.newbyteorder("<")).tobytes()
-    start = HEAD.pack(GROUPED, 0, base, len(places))
+    start = HEAD.pack(GROUPED, coding.channels, groups.base, len(places))
     return b"".join((start, *(p.tobytes() for p in parameters), codes.tobytes(), places.astype("<u4").tobytes(), kept))
 
 
-def decode_head(blob: memoryview, coding: Coding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> KVArray:
+def decode_head(blob: memoryview, bits: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> KVArray:
     """The head [tokens, head_dim] of a blob. Raises `CodecError`."""
     if len(blob) < HEAD.size:
         raise CodecError("a head's blob is too short")
@@ -142,8 +182,9 @@ def decode_head(blob: memoryview, coding: Coding, shape: tuple[int, ...], dtype:
     if mode == EXACT:
         return _exact_head(blob[HEAD.size :], bool(flag), shape, dtype)
     tokens, dim = shape
+    coding = Coding(bool(flag), bits)
     starts = coding.starts(tokens, dim)
-    groups = (len(starts), dim) if coding.keys else (tokens, len(starts))
+    groups = (len(starts), dim) if coding.channels else (tokens, len(starts))
     code_bytes, parameters = tokens * coding.row_bytes(dim), groups[0] * groups[1]
     sizes = [parameters, parameters if coding.zeros else 0, code_bytes, 4 * count, count * dtype.itemsize]
     if mode != GROUPED or base + coding.codes > coding.top or HEAD.size + sum(sizes) != len(blob):
@@ -157,13 +198,12 @@ def decode_head(blob: memoryview, coding: Coding, shape: tuple[int, ...], dtype:
         offset, scale = (scale & 3).astype(np.float32) - np.float32(9), (scale >> 2).astype(np.uint8)
     elif coding.zeros:
         offset = zero.view(np.int8).astype(np.float32) - np.float32(8)
-    axis = 0 if coding.keys else 1
-    lengths = np.diff(np.append(starts, shape[axis]))
-    scales = np.repeat(_scales(base, scale, coding).reshape(groups), lengths, axis)
+    lengths = np.diff(np.append(starts, shape[coding.axis]))
+    scales = np.repeat(_scales(base, scale, coding).reshape(groups), lengths, coding.axis)
     rows = codes.reshape(tokens, -1)
-    numbers = (rows.view(np.int8) if coding.bits == 8 else _unpack(rows, dim)).astype(np.float32)
+    numbers = (rows.view(np.int8) if bits == 8 else _unpack(rows, dim)).astype(np.float32)
     with np.errstate(over="ignore"):
-        head = from_float((numbers + np.repeat(offset.reshape(groups), lengths, axis)) * scales, dtype)
+        head = from_float((numbers + np.repeat(offset.reshape(groups), lengths, coding.axis)) * scales, dtype)
     where = places.view("<u4")
     if count and int(where.max()) >= head.size:
         raise CodecError("an escape lies outside its head")
@@ -193,7 +233,7 @@ def _step(coding: Coding, low: F32, high: F32) -> tuple[F32, NDArray[np.int64]]:
     far = np.maximum(np.abs(low), np.abs(high))
     if coding.bits == 8:
         return far * (one / np.float32(127)), np.zeros(low.shape, np.int64)
-    if coding.keys:
+    if coding.channels:
         step = np.maximum((high - low) * (one / np.float32(15)), far * (one / np.float32(130)))
         return step, np.zeros(low.shape, np.int64)
     zero = np.float32(0)  # added, it makes 0 of -0, whose bits would be a scale

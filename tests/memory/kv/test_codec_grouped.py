@@ -87,6 +87,18 @@ def test_shifted_channels_cost_int4_keys_no_accuracy() -> None:
     assert np.abs(far).mean() < 1.3 * np.abs(near).mean()
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_values_with_large_channels_are_coded_like_keys(name: str) -> None:
+    """The residual stream has such channels; coded with them, all others of a token would be lost."""
+    kv = keys_and_values(seed=3)
+    kv[:, 1, :, :, 17] *= np.float32(200)
+    before = as_kv(kv, "uint16")
+    error = np.abs(as_numbers(round_trip(name, before)) - as_numbers(before))[:, 1]
+    others = np.delete(error, 17, axis=-1).mean()
+    plain = as_kv(keys_and_values(seed=3), "uint16")
+    assert others < 4 * np.abs(as_numbers(round_trip(name, plain)) - as_numbers(plain))[:, 1].mean()
+
+
 @pytest.mark.parametrize(("name", "least"), [("int8", 1.95), ("int4", 3.6)])
 def test_a_chunk_takes_what_its_rung_promises(name: str, least: float) -> None:
     kv = as_kv(keys_and_values(heads=3), "uint16")

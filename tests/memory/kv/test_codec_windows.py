@@ -19,7 +19,7 @@ from memory.kv.codec.factory import codec_named
 
 NAMES = ["exact", "int8", "int4"]
 DTYPES = [np.uint16, np.float32]
-KINDS = ["normal", "outliers", "zeros", "constant", "denormal", "huge", "noise", "special", "mixed"]
+KINDS = ["normal", "channels", "outliers", "zeros", "constant", "denormal", "huge", "noise", "special", "mixed"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,6 +47,8 @@ def array(kind: str, shape: tuple[int, ...], dtype: Any, seed: int) -> NDArray[A
     if kind == "outliers":
         numbers *= np.float32(50) ** rng.standard_normal(shape[-1]).astype(np.float32)
         numbers += np.float32(100) * rng.standard_normal(shape[-1]).astype(np.float32)
+    elif kind == "channels":
+        numbers[..., ::5] *= np.float32(100)
     elif kind == "zeros":
         numbers *= rng.integers(0, 2, shape).astype(np.float32) * np.float32(-1)
     elif kind == "constant":
