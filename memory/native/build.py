@@ -120,8 +120,10 @@ def _cached(path: Path) -> ctypes.CDLL | None:
 
 def _cache_folder() -> Path:
     """The folder of this user's libraries. Raises `OSError` where it cannot be made or others may write to it."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(root) if root else Path.home() / ".cache") / "kvloop" / "native"
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(root):
+        raise FileNotFoundError("this user has no home folder")
+    folder = Path(root) / "kvloop" / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -34,7 +34,7 @@ class Codecs:
     """The codecs of one store. Safe for threads."""
 
     def __init__(self, bases: Path | None = None) -> None:
-        """`bases` is the folder of the bases that the compact codec has measured; without one it only decodes.
+        """`bases` is the folder of the bases that the compact codec needs; without it there is no compact rung.
 
         Native code is compiled here, where it is not yet: it must not take the seconds of a request.
         """
