@@ -122,7 +122,7 @@ class EngineLoop:
         while self._take_in():
             for job in self.scheduler.displaced():
                 self._give_way(job)
-            for job in self.scheduler.admit():
+            for job in self._admit():
                 self._restore(job)
             step = self.scheduler.next_step()
             if step is not None:
@@ -145,9 +145,14 @@ class EngineLoop:
             for job in self.scheduler.jobs:
                 if job.ticket.aborted:
                     self._give_up(job)
-        with self._changed:
-            self._count()
         return not news.closing
+
+    def _admit(self) -> list[Job]:
+        """Admits what fits; whoever sees it running finds the queue shorter by it."""
+        with self._changed:
+            admitted = self.scheduler.admit()
+            self._count()
+        return admitted
 
     def _count(self) -> None:
         background = sum(job.background for job in self._inbox.jobs)

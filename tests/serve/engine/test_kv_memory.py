@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -281,3 +282,29 @@ def test_an_aborted_prompt_is_remembered_as_far_as_it_got(start: StartEngine) ->
     assert engine.memory is not None
     assert engine.memory.flush(20)
     assert ask(engine, long).usage.cached_tokens >= 32
+
+
+def test_a_fresh_engine_knows_how_fast_it_computes(start: StartEngine) -> None:
+    engine = start()
+    assert engine.memory is not None
+    assert engine.memory.stats().rates["prefill"] is not None
+    assert engine.load_now.computed_tokens == 0, "what warms it up is no request's work"
+
+
+def test_a_turn_that_follows_at_once_finds_what_is_still_being_saved(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    assert engine.memory is not None
+    store = engine.memory.store
+    save = store.save
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(store, "save", slow)
+    first = engine.generate([Request("base", LONG, GREEDY)])[0]
+    turn = LONG + first.choices[0].token_ids + prompt(5, 8)
+    usage = engine.generate([Request("base", turn, GREEDY)])[0].usage
+    assert usage.cached_tokens == len(LONG) + 9
