@@ -170,8 +170,10 @@ class KVStore:
         found, stalled = self._loaders.run(chunks, restore, self.settings.stall_seconds)
         if self._disk is not None and (stalled or any(loaded.tier == "disk" for loaded in found)):
             self._disk.came(stalled=stalled)
+        left_out = chunks[len(found) :]
+        self._known.unlearn(chunk.key for chunk in left_out)  # where one is gone, the next save looks for all
         if self._disk is not None and not stalled:
-            self._disk.give_up(chunks[len(found) :])
+            self._disk.give_up(left_out)
         return found
 
     def _restore_one(
@@ -184,7 +186,6 @@ class KVStore:
         fidelity = self._disk.read(chunk, identity, least, out, place) if self._disk is not None else None
         if fidelity is not None:
             return Loaded(chunk.tokens, "remote" if chunk.tier == "remote" else "disk", fidelity)
-        self._known.unlearn([chunk.key])
         return None
 
     def _from_memory(self, least: Fidelity, chunk: ChunkRef, out: KVArray) -> Loaded | None:

@@ -215,10 +215,9 @@ class DiskTier:
         """Is told what a load left out. Where the first is locked, so are most likely the others of its owner: none of
         them is offered again, and the next save writes all of them anew, instead of one each time."""
         if refs and refs[0].key in self._refused:
-            locked = [ref.key for ref in refs if ref.owner == refs[0].owner]
-            for key in locked:
-                self._refuse(key)
-            self._evicted(locked)
+            for ref in refs:
+                if ref.owner == refs[0].owner:
+                    self._refuse(ref.key)
 
     def discard(self, key: bytes, reason: Exception) -> None:
         """Puts a bad file aside, or deletes one of an earlier format, and strikes it out."""
