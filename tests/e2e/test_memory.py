@@ -3,6 +3,7 @@ deleted is in no file of the home any more."""
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -164,8 +165,10 @@ def test_refreshed_sessions_find_their_memory_under_the_new_version(install: Ins
     told = install.refresh()
     assert (told["waiting"], told["failed"], told["current"]) == (0, 0, None)
     assert told["tokens_done"] > 500
-    status = install.running.json("status")
+    status, report = install.running.json("status"), install.running.json("memory", "report")
     assert [rung["fidelity"] for rung in status["rungs"]] == ["exact"]
+    assert {holding["band"] for holding in report["holdings"]} == {"0-4", "hidden-4", f"4-{LAYERS}"}
+    assert stat.S_IMODE((install.running.home / "keyring").stat().st_mode) == 0o600
     assert status["upkeep"]["active"] is True
     shown = install.running.run("status").stdout
     assert all(f"\n{part} " in shown for part in ("memory", "rungs", "upkeep", "refresh"))
