@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from memory.journal.errors import NotFound
 from memory.journal.records import MemoryPrefix
@@ -43,6 +44,7 @@ class Prefetch:
         self._read = read
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._running: dict[Key, tuple[int, asyncio.Task[int]]] = {}
+        self._background = asyncio.Lock()
 
     def soon(self, tenant: str, memory_ids: tuple[str, ...], version: Version) -> None:
         """Computes a beginning in the background, unless it is known."""
@@ -91,21 +93,11 @@ class Prefetch:
         await asyncio.wait([task])
 
     async def _run(self, key: Key, version: Version, priority: int) -> int:
-        tenant, memory_ids, _ = key
         computed, outcome = 0, "failed"
         try:
-            prefix = await self._threads.run(self._read, tenant, memory_ids)
-            if self._busy.closed(tenant, memory_ids):
-                return 0
-            usage = await self._prefill.run(
-                version, prefix.token_ids, cache_salt=self._auth.cache_salt(tenant),
-                owner=self._auth.kv_owner("memory", tenant, *memory_ids), expires_at=prefix.expires_at,
-                priority=priority,
-            )  # fmt: skip
-            computed, outcome = usage.prompt_tokens - usage.cached_tokens, "done"
-            self._known[key] = None
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            # In the background one at a time; what somebody waits for is not held up.
+            async with self._background if priority == BACKGROUND else nullcontext():
+                computed, outcome = await self._compute(key, version, priority)
         except NotFound:
             outcome = "gone"
         except (WorkerError, ApiError) as error:
@@ -119,6 +111,20 @@ class Prefetch:
             if entry is not None and entry[1] is asyncio.current_task():
                 del self._running[key]
         return computed
+
+    async def _compute(self, key: Key, version: Version, priority: int) -> tuple[int, str]:
+        tenant, memory_ids, _ = key
+        prefix = await self._threads.run(self._read, tenant, memory_ids)
+        if self._busy.closed(tenant, memory_ids):
+            return 0, "gone"
+        usage = await self._prefill.run(
+            version, prefix.token_ids, cache_salt=self._auth.cache_salt(tenant),
+            owner=self._auth.kv_owner("memory", tenant, *memory_ids), expires_at=prefix.expires_at, priority=priority,
+        )  # fmt: skip
+        self._known[key] = None
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return usage.prompt_tokens - usage.cached_tokens, "done"
 
 
 def _note(task: asyncio.Task[int]) -> None:

@@ -145,8 +145,6 @@ class Refresher:
         if not await self._prefill.idle(self._settings.refresh_running):
             self._waits_for = "the workers are busy"
             return False
-        if self._turns.busy.closed(refresh.tenant, [refresh.session_id]):
-            return True  # it is being deleted, and is out of the queue when that is done
         self._waits_for = None
         self._current = _Running(refresh, refresh.tokens, time.monotonic())
         # A task of its own, so that a deletion can end it without ending everything.
@@ -168,6 +166,8 @@ class Refresher:
             if asleep is None:
                 state = outcome = "skipped"
                 return
+            if self._turns.busy.closed(refresh.tenant, [refresh.session_id, *asleep.session.memory_ids]):
+                return  # it, or a memory of it, is being deleted: when that is done there is another answer
             await self._compute(refresh, version, asleep)
             moved = await self._threads.run(self._flip, refresh, asleep)
             # A turn was faster: what it added is computed next time; who never rests moves when the pin ends.

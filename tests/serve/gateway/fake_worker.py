@@ -44,6 +44,8 @@ class Script:
     weights_told: str | None = None
     """Weights id to claim in usage instead of the true one."""
     load_seconds: float = 0.0
+    forget_gate: threading.Event | None = None
+    """Holds back what is to be forgotten until it is set."""
     forget_status: int = 200
     """404 is a worker of another kind."""
     running: int = 0
@@ -174,6 +176,8 @@ class FakeWorker:
             return _error(self.script.forget_status, "as scripted")
         body = await request.json()
         self.seen.forgotten.append(body)
+        while self.script.forget_gate is not None and not self.script.forget_gate.is_set():
+            await asyncio.sleep(0.005)
         gone = 0
         for known in self._known.values():
             doomed = [entry for entry in known if entry[0] in body["owners"]]

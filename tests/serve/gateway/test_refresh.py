@@ -368,5 +368,31 @@ def test_memories_are_computed_for_the_new_version_too(
     _wait(lambda: any(len(b["prompt"]) == memory["tokens"] and b["model"] == "v1" for b in worker.seen.prefills))
 
 
+def test_nothing_of_a_memory_is_sent_while_it_is_deleted(
+    gateway: RunningGateway, worker: FakeWorker, tmp_path: Path
+) -> None:
+    memory = gateway.post("/v1/memories", {"text": "The shop opens at nine."}).json()
+    with gateway.client() as client:
+        client.chat.completions.create(
+            model="kvloop", messages=[{"role": "user", "content": "Hi"}], extra_body={"memory_ids": [memory["id"]]}
+        )
+    worker.script.running = 1
+    _promote(gateway, make_adapter(tmp_path / "v1", "one"))
+    _wait(lambda: _progress(gateway)["waiting"] == 1)
+    _wait(lambda: any(body["model"] == "v1" for body in worker.seen.prefills))  # the memory's own
+    sent = len(worker.seen.prefills)
+    worker.script.forget_gate = threading.Event()
+    deletion = threading.Thread(target=lambda: gateway.delete(f"/v1/memories/{memory['id']}"))
+    deletion.start()
+    _wait(lambda: bool(worker.seen.forgotten))
+    worker.script.running = 0  # there is time now to refresh the session that attaches it
+    time.sleep(1.5)
+    assert len(worker.seen.prefills) == sent
+    worker.script.forget_gate.set()
+    deletion.join()
+    _wait(lambda: _progress(gateway)["skipped"] == 1)
+    assert len(worker.seen.prefills) == sent
+
+
 def test_progress_needs_the_admin_token(gateway: RunningGateway) -> None:
     assert gateway.get("/internal/refresh").status_code == 401
