@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,27 +20,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from memory.kv.chunk import (
-    NO_KEY,
-    PLAIN,
     BadChunk,
     Buffer,
     ChunkHeader,
     NoKey,
-    body_bytes,
-    pack_chunk,
     verify_chunk,
 )
-from memory.kv.codec.base import Codec, CodecError, Kept, KVArray
+from memory.kv.codec.base import CodecError, Kept, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.counters import Counters
-from memory.kv.fidelity import RUNGS, Fidelity, FidelityRecords, at_least, fidelity_named, worse
+from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, fidelity_named, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
 from memory.kv.keyring import KeyringError, OwnerForgotten, OwnerKey
 from memory.kv.loading import Place
 from memory.kv.match import ChunkRef
 from memory.kv.settings import KVSettings
-from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats, kept_of
+from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats
+from memory.kv.tiers.encoding import encode, encode_again, encoder_for, payload_of
 from memory.kv.tiers.folder import ChunkFolder
 from memory.kv.tiers.index import Held, Index, Row, is_damage
 from memory.kv.tiers.keys import FolderKeys
@@ -279,29 +275,11 @@ class DiskTier:
         return at_least(stored.fidelity, worse(chunk.fidelity, self._settings.codec))
 
     def _write(self, chunk: ChunkData) -> bool:
-        codec = self._encoder(self._settings.codec, chunk.model)
-        payload = codec.encode(chunk.kv, kept_of(chunk.start, chunk.follows), chunk.start)
+        codec = encoder_for(self._codecs, self._settings.codec, chunk.model)
+        payload = payload_of(chunk, codec)
         key = self.keys.to_write(chunk.owner, chunk.tenant_secret)
         self._records.learn(chunk.model, chunk.weights_id)
-        header = ChunkHeader(
-            key=chunk.key,
-            parent=chunk.parent,
-            identity=chunk.identity,
-            model=chunk.model,
-            band=chunk.band,
-            start=chunk.start,
-            shape=chunk.kv.shape,
-            dtype=chunk.kv_dtype,
-            codec=codec.name,
-            fidelity=worse(chunk.fidelity, fidelity_named(codec.name)),
-            body_bytes=body_bytes(chunk.tokens, len(payload), encrypted=key is not None),
-            created=time.time(),
-            expires=chunk.expires,
-            owner=chunk.owner,
-            nonce=self.keys.nonce() if key else PLAIN,
-            key_id=key.id if key else NO_KEY,
-        )
-        data = pack_chunk(header, chunk.prefix, chunk.ids, payload, key.cipher if key else None)
+        header, data = encode(chunk, codec, payload, key, self.keys.nonce())
         with self.exclusive():
             if self.keys.is_destroyed(chunk.owner):
                 raise OwnerForgotten
@@ -316,14 +294,6 @@ class DiskTier:
                 if length < header.tokens
             )
         return True
-
-    def _encoder(self, name: Fidelity, model: bytes) -> Codec:
-        """The codec of that name, or of the next better rung where it cannot encode KV of this model."""
-        for rung in reversed(RUNGS[: RUNGS.index(name) + 1]):
-            codec = self._codecs.encoder(rung, model)
-            if codec is not None:
-                return codec
-        raise AssertionError("exact encodes everything")
 
     def _put(self, header: ChunkHeader, prefix: bytes, data: Buffer, stamp: float) -> None:
         """Writes a chunk's file, in the place of an older one, and its row. Hold the folder's lock."""
@@ -386,26 +356,18 @@ class DiskTier:
         codec = self._codecs.encoder(codec_name, old.model)
         if codec is None:
             return None
-        payload = codec.encode(whole.kv, kept, old.start)
         owner_key = self.keys.for_upkeep(old.owner) if old.encrypted else None
-        new = replace(
-            old,
-            codec=codec.name,
-            fidelity=worse(old.fidelity, fidelity_named(codec.name)),
-            body_bytes=body_bytes(old.tokens, len(payload), encrypted=old.encrypted),
-            nonce=self.keys.nonce() if old.encrypted else PLAIN,
-        )
-        saved = old.file_bytes - new.file_bytes
-        if saved <= 0 or (old.encrypted and (owner_key is None or owner_key.id != old.key_id)):
+        made = encode_again(whole, codec, kept, owner_key, self.keys.nonce())
+        if made is None:
             return None
-        data = pack_chunk(new, whole.prefix, whole.ids, payload, owner_key.cipher if owner_key else None)
+        new, data = made
         with self.exclusive():
             row = self.index.rows([key]).get(key)
             if row is None or row.state != "stored" or self._changed(old) or self.keys.is_destroyed(old.owner):
                 return None
             self._put(new, whole.prefix, data, row.last_used)
         self._evicted([key])  # a save may bring it back better
-        return saved
+        return old.file_bytes - new.file_bytes
 
     def _changed(self, header: ChunkHeader) -> bool:
         """Whether the file is another one than it was when this header was read."""
