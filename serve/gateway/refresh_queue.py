@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from memory.journal.journal import Journal
 from memory.journal.records import MemoryPrefix, Refresh, RefreshCounts, RefreshReason, Sleeper
+from serve.gateway.logs import event
 from serve.gateway.metrics import Metrics
 from serve.gateway.returns import Returns
 from serve.gateway.settings import GatewaySettings
@@ -53,9 +54,12 @@ class RefreshQueue:
         return await self._threads.run(self._journal.next_refresh, version.weights_id)
 
     async def end(self, refresh: Refresh) -> None:
-        """Notes what became of a refresh: its state and its attempts."""
+        """Notes what became of a refresh: its state and its attempts. Says so when nothing waits any more."""
         await self._threads.run(self._journal.end_refresh, refresh, refresh.state, refresh.attempts)
-        await self.counts()
+        counts, _ = await self.counts()
+        if not counts.waiting:
+            event("all queued sessions are refreshed", version=refresh.version, done=counts.done, failed=counts.failed,
+                  skipped=counts.skipped, tokens=counts.tokens_done)  # fmt: skip
 
     async def counts(self) -> tuple[RefreshCounts, Version | None]:
         """How far the refreshes for the version that serves are."""
