@@ -152,6 +152,8 @@ class _Evaluation:
             return None
         job = self._job
         champion = job.champion.name if job.champion else job.base_name
+        if self._on_progress is not None:
+            self._on_progress(Progress(self._done, self._total, job.candidate.name, "stale KV"))
         async with (
             _loaded(client, job.base_name, job.champion) as before,
             _loaded(client, job.base_name, job.candidate) as after,

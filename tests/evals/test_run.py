@@ -108,7 +108,7 @@ def test_progress_reaches_the_end_without_going_back(job: EvalJob) -> None:
     done = [progress.done for progress in seen]
     assert done == sorted(done)
     assert seen[-1].done == seen[-1].total
-    assert {progress.suite for progress in seen} == {"heldout", "perplexity", "knowledge", "format"}
+    assert {progress.suite for progress in seen} == {"heldout", "perplexity", "knowledge", "format", "stale KV"}
 
 
 def test_kept_scores_are_not_asked_again(job: EvalJob, tmp_path: Path, state: State) -> None:
