@@ -17,6 +17,7 @@ from serve.gateway.versions import Version, Versions
 # So many of the newest replies tell how sessions return.
 _GAPS_FROM = 20_000
 _PREFIXES = 100
+_AT_ONCE = 200
 _DAY = 86_400.0
 
 
@@ -81,7 +82,9 @@ class RefreshQueue:
         sleepers = self._journal.sleepers(key, settings.refresh_sessions, since)
         if sleepers:
             self._returns = Returns(*self._journal.return_gaps(_GAPS_FROM))
-            self._journal.queue_refreshes([self._wanted(sleeper, version, "promote") for sleeper in sleepers])
+            wanted = [self._wanted(sleeper, version, "promote") for sleeper in sleepers]
+            for at in range(0, len(wanted), _AT_ONCE):  # turns are journalled between two of these
+                self._journal.queue_refreshes(wanted[at : at + _AT_ONCE])
         counts = self._journal.count_refreshes(version.weights_id)
         self._metrics.refresh_waiting.set(counts.waiting)
         return len(sleepers)
