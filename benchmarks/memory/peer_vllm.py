@@ -29,12 +29,13 @@ def load_model(config: Config) -> Any:
     return llm
 
 
-def first_token(llm: Any, ids: list[int]) -> int:
+def first_token(llm: Any, ids: list[int]) -> tuple[int, int]:
+    """Tokens of the prompt whose KV was loaded, and the first token of the reply."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     reply = llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
-    return int(reply[0].outputs[0].token_ids[0])
+    return reply[0].num_cached_tokens or 0, int(reply[0].outputs[0].token_ids[0])
 
 
 def save(config: Config) -> None:
@@ -45,7 +46,7 @@ def prepare(config: Config) -> Callable[[], tuple[int, int]]:
     llm = load_model(config)
 
     def resume() -> tuple[int, int]:
-        return -1, first_token(llm, config["history"] + config["turn"])
+        return first_token(llm, config["history"] + config["turn"])
 
     return resume
 
