@@ -16,6 +16,7 @@ from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt
 from tests.memory.kv.rungs import Clock, rungs_of, trust, upkeep_of, use_rungs
 
 CHILD = "tests.faults.kv_upkeep_child"
+CHUNKS, KILLS = 16, 6
 
 
 def start(mode: str, folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -63,7 +64,7 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
     folder = tmp_path / "kv"
     url = f"file://{tmp_path}/far" if remote else None
     with open_store(folder, ram_bytes=0) as store:
-        for seed in range(40):
+        for seed in range(CHUNKS):
             ids = prompt(CHUNK, seed=seed)
             store.save(identity(), ids, kv_of(ids))
         assert store.flush(60)
@@ -71,11 +72,11 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
             trust(store, "int8")
             trust(store, "int4")
     far = False
-    for kill in range(8):
+    for kill in range(KILLS):
         child = start("work", folder, url or "")
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
-        if kill == 7:
+        if kill == KILLS - 1:
             assert child.stdout.readline() == "moved\n"
         time.sleep(float(rng.uniform(0.0, 0.3)))
         child.kill()
@@ -85,12 +86,12 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
             upkeep = upkeep_of(store, Clock())
             upkeep.step(scrub_bytes=1 << 30)
             assert upkeep.stats().errors == 0
-            for seed in range(40):
+            for seed in range(CHUNKS):
                 assert len(rungs_of(store, prompt(CHUNK, seed=seed))) == 1, seed
             assert store.flush(60), "what came from far away is on disk again"
             stats = store.stats()
             assert stats.quarantined == stats.index_rebuilds == 0
-            assert stats.disk.chunks + stats.remote.chunks == 40
+            assert stats.disk.chunks + stats.remote.chunks == CHUNKS
             assert stats.disk.bytes == sum(path.stat().st_size for path in folder.glob("chunks/?/?/*.kv"))
             assert not list(folder.rglob("*.tmp"))
             upkeep.close()
