@@ -39,7 +39,7 @@ MIB = 1 << 20
 KV = KVSettings(
     ram_bytes=8 * MIB, queue_bytes=8 * MIB, disk_reserve_bytes=0, upkeep_seconds=0, load_threads=1, quarantine_bytes=0
 )
-SCRATCH_BYTES = 96 * MIB
+SCRATCH_BYTES = 128 * MIB
 """Beside the budgets: activations and scores of one step, the prompt's ids in several forms, the index's cache."""
 FIRST_STEPS = 32
 

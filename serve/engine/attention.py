@@ -9,6 +9,7 @@ instructions this takes little more than half of the flash kernel's time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,13 +43,21 @@ def _plan_block(start: int, first: int, last: int, window: int | None, dtype: to
     key_first = 0 if window is None else max(0, start + first - window + 1)
     if last - first == 1:
         return Block(first, last, key_first, key_last, None)
+    if window is None:
+        return Block(first, last, key_first, key_last, _causal_mask(last - first, dtype))
     queries = torch.arange(start + first, key_last).unsqueeze(1)
-    keys = torch.arange(start + first if window is None else key_first, key_last).unsqueeze(0)
-    hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return Block(first, last, key_first, key_last, mask)
+    keys = torch.arange(key_first, key_last).unsqueeze(0)
+    return Block(first, last, key_first, key_last, _mask((keys > queries) | (keys <= queries - window), dtype))
+
+
+@lru_cache(maxsize=2 * QUERY_BLOCK)
+def _causal_mask(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each of `count` queries sees the keys up to its own: the same at every position."""
+    return _mask(torch.ones(count, count, dtype=torch.bool).triu_(1), dtype)
+
+
+def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def attend(queries: torch.Tensor, kv: torch.Tensor, blocks: list[Block], out: torch.Tensor) -> None:
