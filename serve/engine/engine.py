@@ -60,7 +60,9 @@ class Engine:
         self.versions = Versions(base, settings.max_resident_adapters)
         self.context = base.decoder.context
         self.memory = memory
-        self.probing = Probing(self.versions, memory.store.codecs if memory is not None else Codecs())
+        store = memory.store if memory is not None else None
+        codecs, records = (store.codecs, store.fidelity) if store is not None else (Codecs(), None)
+        self.probing = Probing(self.versions, codecs, records)
         self._budget = PageBudget(base.decoder, settings.kv_buffer_bytes, settings.kv_warm_bytes)
         if memory is not None:
             use_threads(settings)

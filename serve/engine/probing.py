@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from memory.kv.codec.factory import Codecs
-from memory.kv.fidelity import Fidelity
+from memory.kv.fidelity import Fidelity, FidelityRecord, FidelityRecords
+from serve.engine import measure
 from serve.engine.bands import kv_bands
 from serve.engine.divergence import CodedLayers, Divergences, Variant, computed_by, divergences, through_codecs
-from serve.engine.errors import InvalidRequest
+from serve.engine.errors import EngineError, InvalidRequest
 from serve.engine.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,11 @@ NICE = 10
 class Probing:
     """Thread-safe. Its methods take long, and run in the caller's thread."""
 
-    def __init__(self, versions: Versions, codecs: Codecs) -> None:
+    def __init__(self, versions: Versions, codecs: Codecs, records: FidelityRecords | None) -> None:
+        """`records` is where measured rungs are kept; None without a KV memory."""
         self._versions = versions
         self._codecs = codecs
+        self._records = records
         self._one_at_a_time = threading.Lock()
 
     @contextmanager
@@ -36,6 +39,20 @@ class Probing:
         with self._one_at_a_time:
             _lower_priority()
             yield
+
+    def measure(self) -> list[FidelityRecord]:
+        """Calibrates and measures every rung on the base model and its bundled text; what is found is kept.
+
+        Raises `InvalidRequest` without a KV memory, `EngineError` where the model cannot be measured.
+        """
+        if self._records is None:
+            raise InvalidRequest("there is no KV memory to measure for: set kv_folder")
+        with self.turn(), ExitStack() as stack:
+            base = self._acquire(stack, self._versions.base.name)
+            try:
+                return measure.measure(base, self._codecs, self._records, measure.tokenizer_of(base.path))
+            except OSError as error:
+                raise EngineError(f"what was measured cannot be kept: {error}") from error
 
     def divergence(
         self,

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from serve.engine.divergence import Divergences
 from serve.engine.engine import Engine
 from serve.engine.errors import EngineError
-from serve.worker.protocol import DivergenceBody, ForgetBody
+from serve.worker.protocol import DivergenceBody, ForgetBody, MeasureBody
 
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
@@ -37,6 +37,11 @@ def memory_router(engine: Engine) -> APIRouter:
             )
         )
         return divergence_json(body, found)
+
+    @router.post("/measure")
+    async def measure(body: MeasureBody) -> Json:
+        records = await in_thread(engine.probing.measure)
+        return {"object": "kv.measured", "records": [asdict(record) for record in records]}
 
     @router.get("/report")
     async def report() -> Json:

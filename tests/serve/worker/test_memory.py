@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from memory.kv.fidelity import RUNGS
 from serve.backends.base import CompletionRequest
 from serve.backends.client import CompletionsClient
+from serve.engine import measure
 from tests.serve.tiny import prompt
 from tests.serve.worker.conftest import Worker
 
@@ -134,3 +136,23 @@ async def test_metrics_tell_of_rungs_and_of_work_in_the_background(worker: Worke
     assert figures['kvloop_kv_rung_tokens{fidelity="exact"}'] == 300
     assert figures['kvloop_kv_rung_bytes{fidelity="exact"}'] == figures['kvloop_kv_bytes{tier="disk"}']
     assert figures["kvloop_kv_prefill_tokens_per_second"] > 0
+
+
+def test_every_rung_is_measured_and_told(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = worker.client.post("/v1/kv/measure", json={})
+    assert refused.status_code == 500
+    assert "tokenizer.json" in refused.json()["error"]["message"]
+    assert worker.client.post("/v1/kv/measure", json={"model": "base"}).status_code == 400
+
+    def tokenizer(folder: Path) -> Any:
+        return lambda text: [3 + ord(letter) % 90 for letter in text[:300]]
+
+    monkeypatch.setattr(measure, "tokenizer_of", tokenizer)
+    told = worker.client.post("/v1/kv/measure", json={}).json()
+    assert told["object"] == "kv.measured"
+    assert [record["codec"] for record in told["records"]] == list(RUNGS)
+    assert told["records"][0]["kl_mean"] == 0
+    report = worker.client.get("/v1/kv/report").json()["records"]
+    assert sorted(record["codec"] for record in report) == sorted(RUNGS)
+    answer = worker.client.post("/v1/kv/divergence", json=DIVERGENCE | {"codecs": ["compact"]})
+    assert answer.json()["codecs"]["compact"]["tokens"] == 50, "the compact rung is calibrated now"
