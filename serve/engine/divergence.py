@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from memory.kv.codec.base import Codec, Kept
-from serve.engine.kv_memory import as_array
+from serve.engine.bands import as_array
 from serve.engine.model import Decoder, Run
 
 ROWS = 64
@@ -89,7 +89,7 @@ def computed_by(decoder: Decoder) -> Variant:
 
     def replace(token_ids: Sequence[int], kv: torch.Tensor) -> None:
         buffer = decoder.new_kv(len(token_ids))
-        _prefill(decoder, token_ids, 0, buffer, PIECE_TOKENS)
+        prefill(decoder, token_ids, 0, buffer)
         kv.copy_(buffer)
 
     return replace
@@ -148,7 +148,7 @@ def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], prefixes: Sequenc
 def _recomputed(decoder: Decoder) -> Variant:
     def replace(token_ids: Sequence[int], kv: torch.Tensor) -> None:
         # A prefix that fits one piece is cut as well, else it would be computed the same way twice.
-        _prefill(decoder, token_ids, 0, kv, min(NOISE_PIECE_TOKENS, max(1, len(token_ids) * 5 // 8)))
+        prefill(decoder, token_ids, 0, kv, min(NOISE_PIECE_TOKENS, max(1, len(token_ids) * 5 // 8)))
 
     return replace
 
@@ -187,8 +187,8 @@ class _Case:
     @classmethod
     def of(cls, decoder: Decoder, prompt: Sequence[int], prefix: int, answer_tokens: int) -> _Case:
         kv = decoder.new_kv(len(prompt) + answer_tokens)
-        _prefill(decoder, prompt[:prefix], 0, kv, PIECE_TOKENS)
-        hidden = _prefill(decoder, prompt[prefix:], prefix, kv, PIECE_TOKENS)
+        prefill(decoder, prompt[:prefix], 0, kv)
+        hidden = prefill(decoder, prompt[prefix:], prefix, kv)
         answer = _greedy(decoder, hidden[-1:], len(prompt), kv, answer_tokens)
         return cls(decoder, prompt, prefix, kv, hidden, answer, answer_tokens)
 
@@ -197,7 +197,7 @@ class _Case:
         changed = kv[:, :, :, : self.prefix]
         changed.copy_(self.kv[:, :, :, : self.prefix])
         variant(self.prompt[: self.prefix], changed)
-        hidden = _prefill(self.decoder, self.prompt[self.prefix :], self.prefix, kv, PIECE_TOKENS)
+        hidden = prefill(self.decoder, self.prompt[self.prefix :], self.prefix, kv)
         for kl, same in _compare(self.decoder, self.hidden, hidden):
             found.kl.extend(kl)
             found.same += same
@@ -205,7 +205,9 @@ class _Case:
         found.agreed += _common(self.answer, answer)
 
 
-def _prefill(decoder: Decoder, token_ids: Sequence[int], start: int, kv: torch.Tensor, piece: int) -> torch.Tensor:
+def prefill(
+    decoder: Decoder, token_ids: Sequence[int], start: int, kv: torch.Tensor, piece: int = PIECE_TOKENS
+) -> torch.Tensor:
     """Computes tokens at positions start, start+1, ... piece by piece; returns their hidden states."""
     cuts = range(0, len(token_ids), piece)
     return torch.cat([decoder.forward([Run(token_ids[cut : cut + piece], start + cut, kv)]) for cut in cuts])
