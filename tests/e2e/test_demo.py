@@ -32,10 +32,11 @@ def run_demo(tmp_path: Path, model_dir: Path, *options: str, settings: tuple[str
 @pytest.mark.model
 @pytest.mark.timeout(1500)
 def test_the_loop_closes(tmp_path: Path, model_dir: Path) -> None:
-    # few products, so more of the sessions must be held out for the gate to have enough of them
+    # few products, so more of the sessions must be held out for the gate to have its 8 of them: of 32 sessions, each held
+    # out with this chance, that happens in all but 1 of 100 runs
     # one compute thread: two collapse beside the tests of the other core
-    settings = ("journal.eval_share=0.35", "train.threads=1")
-    measured = run_demo(tmp_path, model_dir, "--facts", "6", settings=settings)
+    settings = ("journal.eval_share=0.45", "train.threads=1")
+    measured = run_demo(tmp_path, model_dir, "--facts", "8", settings=settings)
     assert measured["recall_before"] <= 0.05
     assert measured["recall_after"] >= 0.5
     assert measured["gate_verdict"] == "pass"
