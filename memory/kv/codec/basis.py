@@ -221,8 +221,9 @@ class BasisFolder:
         """Saves the basis that encodes chunks of `model` from now on. Raises `OSError`."""
         if self._folder is None:
             raise FileNotFoundError("there is no folder for bases: open the store with one")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._folder / f"{model.hex()}-{basis.digest.hex()}.basis", basis.to_bytes())
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._folder / f"{model.hex()}-{basis.digest.hex()}.basis"
+        write_atomic(path, basis.to_bytes(), mode=0o600)
 
     def of_model(self, model: bytes) -> Basis | None:
         """The basis that was saved last for `model`, or None. One that cannot be read counts as none."""
