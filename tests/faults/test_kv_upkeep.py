@@ -76,7 +76,7 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
         child = start("work", folder, url or "")
         assert child.stdout is not None
         assert child.stdout.readline() == "working\n"
-        if kill == KILLS - 1:
+        if kill == KILLS - 1 and not far and not _codecs(folder) & {"int8", "int4"}:  # else all may have moved by now
             assert child.stdout.readline() == "moved\n"
         time.sleep(float(rng.uniform(0.0, 0.3)))
         child.kill()
@@ -95,7 +95,12 @@ def test_kill_9_in_the_middle_of_moving(tmp_path: Path, monkeypatch: pytest.Monk
             assert stats.disk.bytes == sum(path.stat().st_size for path in folder.glob("chunks/?/?/*.kv"))
             assert not list(folder.rglob("*.tmp"))
             upkeep.close()
+    assert far if remote else _codecs(folder) & {"int8", "int4"}, "some of the work was done"
+
+
+def _codecs(folder: Path) -> set[str]:
+    """Every codec that a chunk on disk is in."""
     index = Index(folder / "index.db")
     codecs = {row.codec for row in index.rows(list(index.keys())).values()}
     index.close()
-    assert far if remote else codecs & {"int8", "int4"}, "some of the work was done"
+    return codecs
