@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ VLLM_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "PYTHONHASHSEED": "0",
 }
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "kvloop exact": {"codec": "exact"},
     "kvloop int8": {"codec": "int8"},
     "kvloop int4": {"codec": "int4"},
@@ -78,7 +78,7 @@ class Engine:
 
 def engines(folder: Path, model: Path, session: Session, *, with_vllm: bool, quick: bool = False) -> list[Engine]:
     """All engines that can be run here; those that cannot have the reason in `failed`. `quick` leaves most out."""
-    base = {"model": str(model), "history": list(session.history), "turn": list(session.turn)}
+    base: dict[str, Any] = {"model": str(model), "history": list(session.history), "turn": list(session.turn)}
     here = Path(sys.executable)
 
     def engine(name: str, script: str, python: Path, variables: Mapping[str, str], **more: Any) -> Engine:
@@ -96,7 +96,9 @@ def engines(folder: Path, model: Path, session: Session, *, with_vllm: bool, qui
     if quick:
         return found
     found.append(engine("Hugging Face torch.load(mmap)", "peer_huggingface.py", here, {}, mmap=True))
-    optional = {"llama.cpp slot file": ("peer_llama.py", peers.llama_cpp, {})}
+    optional: dict[str, tuple[str, Callable[[Path], peers.Environment], dict[str, str]]] = {
+        "llama.cpp slot file": ("peer_llama.py", peers.llama_cpp, {})
+    }
     if with_vllm:
         optional["vLLM ExampleConnector"] = ("peer_vllm.py", peers.vllm, VLLM_SETTINGS)
     for name, (script, install, variables) in optional.items():
@@ -128,7 +130,7 @@ def save(engine: Engine) -> None:
 
 def resume(engine: Engine) -> None:
     """Resumes the session in a new process, and notes the time."""
-    command = [engine.python, HERE / engine.script, "resume", _config(engine)]
+    command = [str(engine.python), str(HERE / engine.script), "resume", str(_config(engine))]
     log = Path(engine.config["store"]).with_suffix(".log")
     with (
         log.open("w") as errors,
@@ -177,7 +179,7 @@ def figures(rows: list[Engine]) -> dict[str, Any]:
     return found
 
 
-def _attempt(engine: Engine, step: Any) -> None:
+def _attempt(engine: Engine, step: Callable[[Engine], None]) -> None:
     if engine.failed:
         return
     try:
