@@ -32,8 +32,8 @@ def run_demo(tmp_path: Path, model_dir: Path, *options: str, settings: tuple[str
 @pytest.mark.model
 @pytest.mark.timeout(1500)
 def test_the_loop_closes(tmp_path: Path, model_dir: Path) -> None:
-    # few products, so more of the sessions must be held out for the gate to have its 8 of them: of 32 sessions, each held
-    # out with this chance, that happens in all but 1 of 100 runs
+    # few products, so more of the sessions must be held out for the gate to have its 8 of them: with this share of 32
+    # sessions that happens in 99 of 100 runs
     # one compute thread: two collapse beside the tests of the other core
     settings = ("journal.eval_share=0.45", "train.threads=1")
     measured = run_demo(tmp_path, model_dir, "--facts", "8", settings=settings)
