@@ -9,8 +9,9 @@ Same bits on every CPU: products of matrices have integers as factors, chosen su
 float64 or float32, in whatever order a library adds them. What lies between is single IEEE operations.
 
 What stays outside: the tokens of `Kept.head`, and those that hold a number that the transform cannot express (NaN,
-infinity, far beyond what was ever measured), are exact. **The tokens of `Kept.tail` are int4, not exact**: that
-costs no divergence that can be told from noise, where exact they would take a fifth of a 4,000-token session.
+infinity, far beyond what was ever measured), are exact. **The tokens of `Kept.tail` are int4, not exact**: measured on
+SmolLM2-135M, 128 exact ones instead diverge 0.001 nats less, as much as bf16's own noise, and make a session of 4,000
+tokens a fifth larger; without any tail kept, the divergence doubles.
 
 Payload: see `HEADER`; then the places of the exact tokens (u32 each), their payload, the tail's payload, the lanes'
 states (u32 each), the words (u16 each), the numbers without a symbol (i32 each).
