@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from memory.kv.codec.compact_rotation import turns_of
+from memory.kv.codec.compact_rotation import cos_sin, rotate, turns_of
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import RUNGS, FidelityRecords
 from serve.engine.bands import kv_bands
@@ -18,7 +18,7 @@ from serve.engine.errors import EngineError
 from serve.engine.measure import bundled_texts, cut, measure, tokenizer_of
 from serve.engine.model import Decoder
 from serve.engine.rope import inverse_frequencies
-from serve.engine.sensitivity import _logits, fisher
+from serve.engine.sensitivity import _logits, _outer, fisher
 from serve.engine.versions import Version
 from serve.engine.weights import load_decoder
 from tests.serve.tiny import VARIANTS, VOCABULARY, prompt
@@ -71,6 +71,20 @@ def test_information_predicts_the_divergence_of_small_errors(tiny_model: Path) -
     # Independent errors of variance v: E[d^T F d] = v tr F, whatever the rotation. The trace is summed over positions.
     expected = 0.01**2 * float(np.trace(information, axis1=-2, axis2=-1).sum()) / 2
     assert measured == pytest.approx(expected, rel=0.35)
+
+
+def test_keys_are_seen_without_their_rotation() -> None:
+    """Gradients that point one way before rotation are one direction, wherever their tokens stand."""
+    rng = np.random.default_rng(0)
+    direction = rng.standard_normal((2, 1, 8)).astype(np.float32)
+    frequencies = turns_of(1.0 / 10000.0 ** (np.arange(0, 8, 2) / 8))
+    gradient = np.empty((1, 2, 2, 50, 8), np.float32)
+    gradient[0, 0] = rotate(np.repeat(direction, 50, axis=1), *cos_sin(frequencies, 0, 50))
+    gradient[0, 1] = direction
+    information = _outer(gradient, frequencies, 5, 50)
+    flat = direction.reshape(-1).astype(np.float64)
+    for part in information[0]:
+        np.testing.assert_allclose(part, 45 * np.outer(flat, flat), rtol=1e-4, atol=1e-4)
 
 
 def test_every_rung_gets_a_record_and_compact_a_basis(tmp_path: Path, tiny_model: Path) -> None:
