@@ -364,3 +364,15 @@ def test_rotation_is_undone() -> None:
     numbers = np.random.default_rng(0).standard_normal((2, 50, DIM)).astype(np.float32)
     cos, sin = cos_sin(TURNS, 12345, 50)
     np.testing.assert_allclose(rotate(rotate(numbers, cos, sin), cos, -sin), numbers, atol=1e-6)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_numbers_are_rounded_to_the_nearest_and_ties_to_even(bits: list[int]) -> None:
+    numbers = np.array([*bits, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F808001, 0x3F807FFF], np.uint32).view(np.float32)
+    numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) < 3e38)]
+    rounded = from_float32(numbers, np.dtype(np.uint16))
+    assert rounded[-5:].tolist() == [0x3F80, 0x3F82, 0xBF80, 0x3F81, 0x3F80]
+    wrong = np.abs(to_float32(rounded).astype(np.float64) - numbers)
+    for other in (rounded - 1, rounded + 1):
+        neighbour = to_float32(other.astype(np.uint16)).astype(np.float64)
+        assert (wrong <= np.where(np.isfinite(neighbour), np.abs(neighbour - numbers), np.inf)).all()
