@@ -1,8 +1,9 @@
 """From demonstrations in the journal to a dataset.
 
 Invariants: a row of the training split only ever comes from a session of that split, and nothing nearly like a held-out
-example stays in it; one conversation has one answer, the latest; with two sources or more none gives more than its
-share; personal data is scrubbed from all that is written; the same journal gives the same bytes.
+example stays in it; no row comes from a session with memories, for its history lacks what they say; one conversation
+has one answer, the latest; with two sources or more none gives more than its share; personal data is scrubbed from all
+that is written; the same journal gives the same bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def curate(
     train: list[_Candidate] = []
     heldout: list[_Candidate] = []
     for row in journal.demonstrations(until=until):
-        if row.split == "eval":
+        if row.memory_ids:
+            dropped["with memories"] += 1
+        elif row.split == "eval":
             heldout.append(_candidate(row, scrubbed))
         elif since is None or row.feedback.created_at > since:
             train.append(_candidate(row, scrubbed))

@@ -179,11 +179,12 @@ def _demonstration(connection: Connection, given: Feedback) -> DemonstrationRow:
     for earlier in chain[:-1]:
         history += [*earlier.input_messages, earlier.output_message]
     mine = and_(sessions.c.tenant == given.tenant, sessions.c.id == given.session_id)
-    split = connection.execute(select(sessions.c.split).where(mine)).scalar_one()
+    session = connection.execute(select(sessions.c.split, sessions.c.memory_ids).where(mine)).one()
     return DemonstrationRow(
         feedback=given,
         response=chain[-1],
         history=[*history, *chain[-1].input_messages],
-        split=split,
+        split=session.split,
+        memory_ids=tuple(session.memory_ids),
         sessions=tuple(dict.fromkeys(response.session_id for response in chain)),
     )

@@ -216,6 +216,8 @@ class DemonstrationRow:
     split: Split
     sessions: tuple[str, ...]
     """Every session whose words are in the history: more than one where the session is a fork."""
+    memory_ids: tuple[str, ...]
+    """The memories that stood before the history. Their text is not in it."""
 
     @property
     def answer(self) -> str:

@@ -26,10 +26,18 @@ class Shop:
         self.journal = Journal.open(f"sqlite:///{folder}/journal.db", settings, clock=lambda: self.now)
         self._names = iter(range(100_000))
 
-    def correct(self, question: str, answer: str, split: str = "train", source: str = "", tenant: str = "acme") -> str:
-        session = self.journal.create_session(tenant, f"s{next(self._names)}")
+    def correct(
+        self,
+        question: str,
+        answer: str,
+        split: str = "train",
+        source: str = "",
+        tenant: str = "acme",
+        memory_ids: tuple[str, ...] = (),
+    ) -> str:
+        session = self.journal.create_session(tenant, f"s{next(self._names)}", memory_ids=memory_ids)
         while session.split != split:
-            session = self.journal.create_session(tenant, f"s{next(self._names)}")
+            session = self.journal.create_session(tenant, f"s{next(self._names)}", memory_ids=memory_ids)
         reply = self.journal.add_response(turn(session.id, None, question, tenant=tenant))
         self.now += 1
         self.journal.add_feedback(tenant, "demonstration", answer, response_id=reply.id, source=source)
@@ -51,6 +59,21 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 
 def answers(examples: list[Example]) -> list[str]:
     return [example.completion["content"] for example in examples]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_sessions_with_memories_are_left_out_of_both_files(shop: Shop, deleted: bool) -> None:
+    memory, _ = shop.journal.create_memory("acme", "handbook", "d" * 64, "The shop opens at nine.", 6)
+    shop.correct("How wide is it?", "Two metres.")
+    for split in ("train", "eval"):
+        session = shop.correct("When does it open?", "At nine.", split, memory_ids=(memory.id,))
+    fork = shop.journal.create_session("acme", head=shop.journal.get_session("acme", session).head_response)
+    shop.journal.add_feedback("acme", "demonstration", "At nine sharp.", session_id=fork.id)
+    if deleted:
+        shop.journal.delete_memory("acme", memory.id)
+    card, rows, heldout = shop.curate()
+    assert (answers(rows), heldout) == (["Two metres."], [])
+    assert card.dropped == {"with memories": 3}
 
 
 def test_an_empty_journal_gives_an_empty_dataset(shop: Shop) -> None:
