@@ -115,6 +115,11 @@ class KVIdentity:
         return blake3(frame(*parts)).digest()
 
 
+def needs_exact(band: str) -> bool:
+    """Whether what a band holds is of use only while it is exact: states that further layers are computed from."""
+    return band.startswith("hidden-")
+
+
 def frame(*parts: str | int | bytes) -> bytes:
     """One byte string for a sequence of values; different sequences never give the same one."""
     framed = bytearray()

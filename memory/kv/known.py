@@ -1,6 +1,7 @@
-"""What this process knows to be on disk, so that saving need not ask the index.
+"""What this process knows of the disk, so that saving need not ask: what is stored, and whose is stored no more.
 
-Bounded, and never more than a hint: a chunk that was evicted by another process is noticed at the next match.
+Bounded, and never more than a hint: a chunk that was evicted by another process is noticed at the next match, an owner
+that it does not know to be forgotten when the chunk is to be written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from memory.kv.fidelity import Fidelity, at_least
 
 KNOWN_KEYS = 1 << 18
 KNOWN_SHARES = 1 << 18
+FORGOTTEN_OWNERS = 1 << 16
 
 
 class Known:
@@ -22,6 +24,7 @@ class Known:
         self._lock = threading.Lock()
         self._chunks: dict[bytes, tuple[Fidelity, bytes, float]] = {}
         self._shares: dict[tuple[bytes, bytes], None] = {}
+        self._forgotten: dict[bytes, None] = {}
 
     def has(self, key: bytes, least: Fidelity) -> bool:
         """Whether the chunk is known to be stored at least that exact."""
@@ -43,10 +46,18 @@ class Known:
             for key in keys:
                 self._chunks.pop(key, None)
 
-    def unlearn_owners(self, owners: Collection[bytes]) -> None:
-        """Notes that every chunk of these owners is gone."""
+    def forget(self, owners: Collection[bytes]) -> None:
+        """Notes that every chunk of these owners is gone, and that nothing more is stored for them."""
         with self._lock:
             self._chunks = {key: known for key, known in self._chunks.items() if known[1] not in owners}
+            self._forgotten.update(dict.fromkeys(owners))
+            while len(self._forgotten) > FORGOTTEN_OWNERS:
+                del self._forgotten[next(iter(self._forgotten))]
+
+    def is_forgotten(self, owner: bytes) -> bool:
+        """Whether the owner is known to be forgotten."""
+        with self._lock:
+            return owner in self._forgotten
 
     def shares(self, key: bytes, owner: bytes) -> bool:
         """Whether another owner's chunk serves this owner, and that is said for the first time."""

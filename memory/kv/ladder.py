@@ -8,6 +8,8 @@ Invariants:
   its KV is computed again from its tokens and saved.
 - A chunk moves at most once in a step, for want of room by one rung, and never while it is in use: what came back up
   a moment ago stays.
+- What is of use only while it is exact (`needs_exact`) stays so. Where others move for want of room, it is deleted,
+  unless it can move to a remote tier.
 - Moving changes neither the key nor the last use, nor what a file's expiry or owner is.
 """
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 
 from memory.kv.codec.base import CodecError
 from memory.kv.fidelity import RUNGS, Fidelity, FidelityRecords
+from memory.kv.identity import needs_exact
 from memory.kv.settings import KVSettings
 from memory.kv.tiers.base import kept_of
 from memory.kv.tiers.disk import DiskTier
@@ -88,6 +91,8 @@ class Ladder:
         self._begin()
         moved: set[bytes] = set()
         for model in self._disk.index.models():
+            if needs_exact(self._disk.index.band_of(model)):
+                continue
             for rung in reversed(RUNGS[1:]):  # the lowest first: what is that old skips those between
                 after = self._settings.after_seconds[rung]
                 if after is None or not self.trusted(model, rung):
@@ -147,10 +152,13 @@ class Ladder:
         return (victim for victim in victims if victim.last_used < unused_since)
 
     def _lower(self, victim: Victim) -> int:
-        """Moves a chunk to the next rung that is trusted; returns the bytes saved."""
+        """Moves a chunk to the next rung that is trusted, or deletes it; returns the bytes saved."""
         row = self._disk.index.rows([victim.key]).get(victim.key)
         if row is None or victim.codec not in RUNGS:
             return 0
+        if needs_exact(row.band):
+            stays = self._disk.remote is not None or not any(self.trusted(row.model, rung) for rung in RUNGS[1:])
+            return 0 if stays else row.size * self._disk.drop([row.key], "evictions")
         for rung in RUNGS[RUNGS.index(victim.codec) + 1 :]:
             if self.trusted(row.model, rung) and (victim.key, rung) not in self._stuck:
                 saved = self._move(victim.key, rung)

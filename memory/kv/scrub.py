@@ -164,7 +164,7 @@ class Scrubber:
         """Takes a row without a file out."""
         with self._disk.exclusive():
             if not self._disk.folder.path(key).exists():
-                self.done.bad += self._disk.index.remove([key])
+                self.done.bad += self._disk.index.remove([key], "disk")
 
     def _adopt(self, path: Path, key: bytes) -> None:
         """Enters a file that the index does not list, or gets rid of it."""

@@ -28,6 +28,7 @@ from memory.kv.counters import Counters, Event
 from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import Chain, Ids, KVIdentity, TokenIds, owner_id, prefix_digests
+from memory.kv.keyring import OwnerForgotten
 from memory.kv.known import Known
 from memory.kv.loading import Loaders, Place
 from memory.kv.match import ChunkRef, Match, find_prefix
@@ -77,7 +78,7 @@ class KVStore:
         if settings.disk_bytes:
             self._disk = DiskTier(settings, folder, self.codecs, self.fidelity, self._counters, self._known.unlearn)
             self._writer = Writer(
-                self._disk.write, self._disk.touch, self._written, settings.queue_bytes, settings.writer_nice
+                self._write, self._disk.touch, self._written, settings.queue_bytes, settings.writer_nice
             )
             self._tiers += [self._writer, self._disk]
             self.upkeep = Upkeep(self._disk, settings, self.fidelity, self._counters)
@@ -214,6 +215,7 @@ class KVStore:
                 data = take.chunk(chunk.key, chunk.parent, chunk.start, ids, _part(out, chunk), follows)
                 if not self._ram.put(data):
                     return
+                self._forget_late(chunk.owner)
 
     # saving
 
@@ -248,8 +250,11 @@ class KVStore:
         tail = len(chain.ids) - len(keys) * size
         if tail >= self.settings.min_tokens:
             keys.append(chain.tail_key(len(keys), tail))
-        self._use(keys, stamp, hits=0)
         take = _Take(identity, chain.root, owner_id(identity.tenant_secret, owner), fidelity, ends, stamp)
+        if self._known.is_forgotten(take.owner):
+            self._counters.add("dropped", len(keys))
+            return
+        self._use(keys, stamp, hits=0)
         for number, key in enumerate(keys):
             if self._is_kept(key, fidelity):
                 tokens = min(size, len(chain.ids) - number * size)
@@ -257,6 +262,12 @@ class KVStore:
             elif number * size >= start:
                 self._keep(take, chain, number, key, kv[:, :, :, number * size - start :])
         self._ram.touch(keys, stamp)
+        self._forget_late(take.owner)
+
+    def _forget_late(self, owner: bytes) -> None:
+        """Drops what was taken in for an owner while it was being forgotten."""
+        if self._known.is_forgotten(owner):
+            self._drop({owner})
 
     def _expires(self, now: float, expires: float | None) -> float:
         ends = [expires] if expires is not None else []
@@ -296,6 +307,17 @@ class KVStore:
         waiting = self._writer.get(key)
         return waiting is not None and at_least(waiting.fidelity, fidelity)
 
+    def _write(self, chunk: ChunkData) -> bool:
+        """On the writer's thread: stores a chunk; one whose owner was forgotten leaves RAM as well."""
+        assert self._disk is not None
+        try:
+            return self._disk.write(chunk)
+        except OwnerForgotten:
+            self._counters.add("dropped")
+            self._known.forget({chunk.owner})
+            self._ram.forget(self._ram.owned_by({chunk.owner}))
+            return False
+
     def _written(self, chunk: ChunkData) -> None:
         self._known.learn([(chunk.key, worse(chunk.fidelity, self.settings.codec), chunk.owner, chunk.expires)])
 
@@ -332,15 +354,16 @@ class KVStore:
         return self._disk.forget(sorted(ids), forgotten) if self._disk is not None else forgotten
 
     def _drop(self, owners: set[bytes]) -> Forgotten:
-        """Takes the chunks of these owners out of memory."""
+        """Takes the chunks of these owners out of memory; what comes for them later is not taken in."""
+        self._known.forget(owners)  # first: who takes something in looks at this afterwards
         keys = self._ram.owned_by(owners)
+        dropped = self._ram.forget(keys)
         waiting: list[bytes] = []
         if self._writer is not None:
             waiting = self._writer.owned_by(owners)
         cancelled = self._writer.cancel(waiting) if self._writer is not None and waiting else 0
         self._known.unlearn((*keys, *waiting))  # afterwards: what was being written is known by now
-        self._known.unlearn_owners(owners)
-        return Forgotten(ram=self._ram.forget(keys), waiting=cancelled)
+        return Forgotten(ram=dropped, waiting=cancelled)
 
     def clear(self) -> None:
         """Deletes everything, for every owner and tenant; nobody is forgotten by it. Raises as `forget_owners` does."""

@@ -116,6 +116,7 @@ class Upkeep:
         """One round of everything; False where another process works on the folder."""
         return self._do(
             [
+                ("what killed writers left", self._disk.settle),
                 ("expiry", self._expire),
                 ("agreeing after a start of the machine", self._scrubber.after_boot),
                 ("the ladder by age", lambda: self._ladder.by_age(STEP_CHUNKS)),

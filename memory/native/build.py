@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -61,9 +61,10 @@ def switched_off() -> bool:
     return os.environ.get(SWITCH) == "0"
 
 
-def native_library(source: Path) -> ctypes.CDLL | None:
+def native_library(source: Path, functions: Sequence[str] = ()) -> ctypes.CDLL | None:
     """The library of a C++ file, compiled if need be; None, after one warning, where that is not possible.
 
+    `functions` are looked for in it: a file in the cache may be another library under this one's name.
     Compiling takes seconds, once for each machine; loading takes a millisecond. Calls release the GIL.
     """
     if switched_off():
@@ -72,11 +73,19 @@ def native_library(source: Path) -> ctypes.CDLL | None:
     with _lock:
         if source not in _libraries:
             try:
-                _libraries[source] = _load(source)
+                _libraries[source] = _with(functions, _load(source))
             except (NativeError, OSError) as error:
                 logger.warning("%s runs as Python, several times slower: %s", source.name, error)
                 _libraries[source] = None
         return _libraries[source]
+
+
+def _with(functions: Sequence[str], library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, which has these functions. Another cannot take its place in this process: it is loaded."""
+    missing = [name for name in functions if not hasattr(library, name)]
+    if missing:
+        raise NativeError(f"{library._name} has no {', '.join(missing)}: delete it, and it is built again")
+    return library
 
 
 def _load(source: Path) -> ctypes.CDLL:

@@ -23,7 +23,7 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _bound_library() -> ctypes.CDLL | None:
-    library = native_library(SOURCE)
+    library = native_library(SOURCE, ("compact_decode", "compact_encode"))
     if library is None:
         return None
     size, pointer = ctypes.c_uint64, ctypes.c_void_p

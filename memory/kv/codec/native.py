@@ -38,21 +38,22 @@ def _library() -> ctypes.CDLL | None:
 
 @cache
 def _bound_library() -> ctypes.CDLL | None:
-    library = native_library(SOURCE)
+    view = ctypes.POINTER(_View)
+    functions: dict[str, list[Any]] = {
+        "kv_bound": [view],
+        "kv_exact_decode": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, view],
+        "kv_grouped_decode": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, view],
+        "kv_exact_encode": [view, ctypes.c_int, ctypes.c_void_p],
+        "kv_grouped_encode": [view, ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
+    }
+    library = native_library(SOURCE, list(functions))
     if library is None:
         return None
-    view = ctypes.POINTER(_View)
-    library.kv_bound.restype = ctypes.c_uint64
-    library.kv_bound.argtypes = [view]
-    for name, arguments in (
-        ("kv_exact_decode", [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, view]),
-        ("kv_grouped_decode", [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, view]),
-        ("kv_exact_encode", [view, ctypes.c_int, ctypes.c_void_p]),
-        ("kv_grouped_encode", [view, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]),
-    ):
+    for name, arguments in functions.items():
         function = getattr(library, name)
         function.restype = ctypes.c_int64
         function.argtypes = arguments
+    library.kv_bound.restype = ctypes.c_uint64
     return library
 
 

@@ -28,7 +28,7 @@ from memory.kv.chunk import (
 )
 from memory.kv.codec.base import CodecError, Kept, KVArray
 from memory.kv.codec.factory import Codecs
-from memory.kv.counters import Counters
+from memory.kv.counters import Counters, Event
 from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, fidelity_named, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
@@ -39,10 +39,10 @@ from memory.kv.settings import KVSettings
 from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats
 from memory.kv.tiers.encoding import encode, encode_again, encoder_for, payload_of
 from memory.kv.tiers.folder import ChunkFolder
-from memory.kv.tiers.index import Held, Index, Row, is_damage
+from memory.kv.tiers.index import Held, Index, is_damage
 from memory.kv.tiers.keys import FolderKeys
 from memory.kv.tiers.lock import folder_lock
-from memory.kv.tiers.opening import discard_index, index_in_memory, open_index, refuse
+from memory.kv.tiers.opening import discard_index, index_in_memory, open_index, refuse, settle
 from memory.kv.tiers.reader import ChunkReader, Gone, ReadAhead
 from memory.kv.tiers.rebuild import row_of
 from memory.kv.tiers.remote import Deleted
@@ -179,12 +179,13 @@ class DiskTier:
         def key_of_owner(owner: bytes) -> OwnerKey | None:
             return self.keys.to_read(owner, identity.tenant_secret)
 
+        data: memoryview | None = None
         try:
             data = self._fetch(ref) if ref.tier == "remote" else None
             return self._reader.restore(ref, identity, least, out, key_of_owner, place, data)
         except FileNotFoundError:
             self._counters.add("lost")  # evicted or moved meanwhile, by this process or another
-            self._strike_from_disk(ref.key)
+            self._strike(ref.key)
         except OSError as error:
             self._counters.add("read_errors")
             logger.warning("a chunk of KV memory cannot be read: %s", error)
@@ -194,7 +195,10 @@ class DiskTier:
         except Gone:
             self._counters.add("lost")
         except (BadChunk, CodecError) as error:
-            self.discard(ref.key, error)
+            if data is None:
+                self.discard(ref.key, error)
+            else:
+                self._discard_object(ref.key, error)
         return None
 
     def _fetch(self, ref: ChunkRef) -> memoryview | None:
@@ -221,14 +225,24 @@ class DiskTier:
             self._refuse(key)
         self._strike(key)
 
-    def _strike_from_disk(self, key: bytes) -> None:
-        """Strikes out a chunk whose file is gone, unless it lies in the remote tier now, or that is in trouble."""
-        rows: dict[bytes, Row] = self._ask(lambda: self.index.rows([key]), {})
-        if key in rows and rows[key].tier == "disk":
-            self._strike(key)
+    def _discard_object(self, key: bytes, reason: Exception) -> None:
+        """Deletes a bad object, so that it is not found there again."""
+        self._counters.add("quarantined")
+        logger.warning("refused chunk %s of KV memory in the remote tier: %s", key.hex()[:16], reason)
+        self._returning.pop(key, None)
+        if self.remote is not None:
+            remote = self.remote
+            self._ask(lambda: remote.forget([key]), Deleted())
 
     def _strike(self, key: bytes) -> None:
-        self._ask(lambda: self.index.remove([key]), 0)
+        """Strikes out a chunk that has no file here. Where somebody is writing, that may be this very file: then the
+        row stays, and the next who misses the file strikes it out."""
+        try:
+            with folder_lock(self.folder.root / "lock", 0.0):
+                if not self.folder.path(key).exists():
+                    self._ask(lambda: self.index.remove([key], "disk"), 0)
+        except OSError as error:
+            logger.info("a chunk of KV memory stays in the index: %s", error)
 
     def _refuse(self, key: bytes) -> None:
         while len(self._refused) >= REFUSED_KEYS:
@@ -249,16 +263,16 @@ class DiskTier:
     # the writer's path
 
     def write(self, chunk: ChunkData) -> bool:
-        """Stores the chunk durably; False where that failed or where there is no room for it."""
+        """Stores the chunk durably; False where that failed or where there is no room for it.
+
+        Raises `OwnerForgotten`, and nothing else.
+        """
         if self._trouble.blocks():
             self._counters.add("dropped")
             return False
         try:
             self.maintain()
             stored = self._has(chunk) or self._write(chunk)
-        except OwnerForgotten:
-            self._counters.add("dropped")
-            return False
         except (OSError, sqlite3.Error, KeyringError) as error:
             self._counters.add("write_errors")
             self._damaged = self._damaged or (isinstance(error, sqlite3.Error) and is_damage(error))
@@ -275,7 +289,7 @@ class DiskTier:
         return at_least(stored.fidelity, worse(chunk.fidelity, self._settings.codec))
 
     def _write(self, chunk: ChunkData) -> bool:
-        codec = encoder_for(self._codecs, self._settings.codec, chunk.model)
+        codec = encoder_for(self._codecs, self._settings.codec, chunk.model, chunk.band)
         payload = payload_of(chunk, codec)
         key = self.keys.to_write(chunk.owner, chunk.tenant_secret)
         self._records.learn(chunk.model, chunk.weights_id)
@@ -298,6 +312,8 @@ class DiskTier:
     def _put(self, header: ChunkHeader, prefix: bytes, data: Buffer, stamp: float) -> None:
         """Writes a chunk's file, in the place of an older one, and its row. Hold the folder's lock."""
         before = self.index.rows([header.key]).get(header.key)
+        if before is not None and before.state == "writing":
+            self.folder.clean(header.key)  # its writer was killed
         self.index.enter(replace(row_of(header, prefix, len(data)), last_used=stamp))
         try:
             self.folder.write(header.key, data)
@@ -339,6 +355,11 @@ class DiskTier:
         return folder_lock(self.folder.root / "lock", self._settings.lock_seconds)
 
     # upkeep: these raise what the disk does, `OSError` and `sqlite3.Error`
+
+    def settle(self) -> None:
+        """Clears up what writers that were killed left, while others had the folder open."""
+        with self.exclusive():
+            settle(self.index, self.folder, self._counters)
 
     def rewrite(self, key: bytes, codec_name: str, kept: Kept) -> int | None:
         """Writes a chunk again by another codec, in its place; returns the bytes saved.
@@ -382,7 +403,7 @@ class DiskTier:
         try:
             self._reader.verify(key)
         except FileNotFoundError:
-            self._strike_from_disk(key)
+            self._strike(key)
             return False
         except BadChunk as error:
             self.discard(key, error)
@@ -393,8 +414,8 @@ class DiskTier:
         """Tokens of the longest chunk that follows this one; 0 without."""
         return self.index.longest_child(key)
 
-    def drop(self, keys: Iterable[bytes]) -> int:
-        """Deletes chunks whose time has passed, in whatever tier; returns how many there were."""
+    def drop(self, keys: Iterable[bytes], why: Event = "expired") -> int:
+        """Deletes chunks, in whatever tier, and counts why; returns how many there were."""
         wanted = list(set(keys))
         with self.exclusive():
             remote = self._remote_keys(wanted)
@@ -404,7 +425,7 @@ class DiskTier:
                 self.remote.forget(remote)
             removed = len(remote) + self.index.remove(wanted)
         self._evicted(wanted)
-        self._counters.add("expired", removed)
+        self._counters.add(why, removed)
         return removed
 
     def _remote_keys(self, keys: list[bytes]) -> list[bytes]:
@@ -414,6 +435,7 @@ class DiskTier:
         """Deletes the bytes of these owners, refused files included; adds to `so_far` what that removed."""
         self.maintain()
         with self.exclusive():
+            settle(self.index, self.folder, self._counters)  # half-written files are bytes of somebody as well
             keys = [key for owner in owners for key in self.index.by_owner(owner)]
             for key in keys:
                 self.folder.delete(key)

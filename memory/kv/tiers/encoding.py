@@ -12,13 +12,16 @@ from memory.kv.chunk import NO_KEY, PLAIN, ChunkHeader, body_bytes, pack_chunk
 from memory.kv.codec.base import Codec, Kept
 from memory.kv.codec.factory import Codecs
 from memory.kv.fidelity import RUNGS, Fidelity, fidelity_named, worse
+from memory.kv.identity import needs_exact
 from memory.kv.keyring import OwnerKey
 from memory.kv.tiers.base import ChunkData, kept_of
 from memory.kv.tiers.reader import Whole
 
 
-def encoder_for(codecs: Codecs, name: Fidelity, model: bytes) -> Codec:
-    """The codec of that name, or of the next better rung where it cannot encode KV of this model."""
+def encoder_for(codecs: Codecs, name: Fidelity, model: bytes, band: str) -> Codec:
+    """The codec of that name, or of the next better rung where it cannot encode KV of this model and band."""
+    if needs_exact(band):
+        name = "exact"
     for rung in reversed(RUNGS[: RUNGS.index(name) + 1]):
         codec = codecs.encoder(rung, model)
         if codec is not None:

@@ -198,6 +198,11 @@ class Index:
         """The models whose chunks lie on disk."""
         return [row[0] for row in self._read(MODELS, ())]
 
+    def band_of(self, model: bytes) -> str:
+        """The band of a model digest's chunks on disk, which is one; empty where there are none."""
+        found = self._read("SELECT band FROM chunks WHERE tier = 'disk' AND model = ? LIMIT 1", (model,))
+        return str(found[0][0]) if found else ""
+
     def colder_than(self, model: bytes, codec: str, before: float, limit: int, skip: int = 0) -> list[bytes]:
         """Chunks on disk of a model in a codec that were last used before a time, the coldest first."""
         query = (
@@ -287,10 +292,23 @@ class Index:
             query = "UPDATE chunks SET tier = ?, bytes = ?, state = 'stored' WHERE key = ?"
             return writer.execute(query, (tier, size, key)).rowcount > 0
 
-    def remove(self, keys: Iterable[bytes]) -> int:
-        """Strikes chunks out; returns how many were entered."""
+    def remove(self, keys: Iterable[bytes], tier: Tier | None = None) -> int:
+        """Strikes chunks out, of one tier only where that is named; returns how many were entered."""
+        query = "DELETE FROM chunks WHERE key = ?1 AND (?2 IS NULL OR tier = ?2)"
         with self._transaction() as writer:
-            return writer.executemany("DELETE FROM chunks WHERE key = ?", [(key,) for key in keys]).rowcount
+            return writer.executemany(query, [(key, tier) for key in keys]).rowcount
+
+    def correct_times(self, now: float) -> int:
+        """Sets uses that lie ahead of the clock, which was set back, to `now`; returns how many there were.
+
+        Else nothing that is stored from now on would be worth as much as they, until the clock has caught up.
+        """
+        query = (
+            "UPDATE chunks SET worth = worth - (last_used - ?1), last_used = ?1"
+            " WHERE tier = ?2 AND worth > ?1 AND last_used > ?1"
+        )
+        with self._transaction() as writer:
+            return sum(writer.execute(query, (now, tier)).rowcount for tier in TIERS)
 
     def scrub(self) -> None:
         """Empties the log, so that nothing of rows that were struck out is left in the files."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 
 from memory.kv.chunk import BadChunk, OldChunk
 from memory.kv.counters import Counters
@@ -66,8 +67,10 @@ def discard_index(folder: ChunkFolder, counters: Counters, error: sqlite3.Error 
 
 
 def settle(index: Index, folder: ChunkFolder, counters: Counters) -> None:
-    """Looks at what is entered as being written: a file that is whole is entered, another is no chunk."""
+    """Looks at what is entered as being written: a file that is whole is entered, another is no chunk. Corrects times
+    that lie ahead. Hold the folder's lock: nobody writes now."""
     refuse = _Refuse(folder, counters)
+    index.correct_times(time.time())
     for row in index.writing():
         folder.clean(row.key)
         found = read_row(folder, row.key, refuse)

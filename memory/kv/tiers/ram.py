@@ -79,7 +79,7 @@ class RamTier:
             return False
         while self._bytes + chunk.kv.nbytes > self._budget:
             oldest = next(iter(self._chunks.values()))
-            if oldest.stamp >= chunk.stamp:
+            if chunk.stamp <= oldest.stamp <= time.time():  # ahead of the clock: that was set back
                 return False
             self._remove(oldest.key)
             self.evictions += 1

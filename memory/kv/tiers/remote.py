@@ -166,8 +166,7 @@ class RemoteTier:
         if not keys:
             return Deleted()
         self._doom(keys)
-        rows = self._index().rows(keys)
-        self._index().remove(key for key, row in rows.items() if row.tier == "remote")
+        self._index().remove(keys, "remote")
         return self._delete(keys)
 
     def retry(self) -> Deleted:
@@ -215,9 +214,9 @@ class RemoteTier:
         if self._trouble.blocks():
             return False
         before = set(self._index().keys("remote"))
-        doomed = set(self._doomed())
         try:
             listed = self._list()
+            doomed = set(self._doomed())  # afterwards: what was being uploaded is doomed, or entered by now
             strangers = [key for key in listed if key not in before and key not in doomed]
             for at in range(0, len(strangers), HEAD_BATCH):
                 if stopped():
@@ -245,7 +244,7 @@ class RemoteTier:
         paths = [self._path(key) for key in keys]
         heads = self._call(self._files.cat_ranges, paths, [0] * len(keys), [HEAD_BYTES] * len(keys))
         rows: list[Row] = []
-        useless = list(here)  # on disk as well
+        useless = [key for key, row in here.items() if row.tier == "disk"]
         for key, head in zip(keys, heads, strict=True):
             if key in here or isinstance(head, FileNotFoundError):
                 continue
@@ -282,7 +281,7 @@ class RemoteTier:
 
     def _strike(self, keys: Iterable[bytes]) -> None:
         try:
-            self._index().remove(keys)
+            self._index().remove(keys, "remote")
         except sqlite3.Error:
             self._counters.add("index_errors")
 

@@ -108,7 +108,7 @@ class Room:
             for victim in candidates:
                 if excess <= 0:
                     break
-                if used_before is not None and victim.last_used >= used_before:
+                if used_before is not None and _used(victim) >= used_before:
                     return None
                 victims.append(victim)
                 excess -= victim.size

@@ -12,7 +12,7 @@ import pytest
 from memory.kv.codec.base import Kept
 from memory.kv.fidelity import Fidelity
 from memory.kv.store import KVStore
-from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt
+from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
 from tests.memory.kv.rungs import Clock, Rungs, disk_of, rungs_of, trust, upkeep_of, use_rungs
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -284,4 +284,42 @@ def test_what_cannot_move_is_not_tried_again_and_again(
         clock.ahead = 5 * HOUR
         upkeep.step()
         assert len(tried) == 10, "once in a while it is"
+        assert upkeep.stats().errors == 0
+
+
+STATES = {"band": "hidden-2", "layers": 1, "kv_heads": 1, "head_dim": 64}
+
+
+def test_states_stay_exact_whatever_their_age(tmp_path: Path, rungs: Rungs) -> None:
+    of, ids = identity(**STATES), prompt(2 * CHUNK)
+    with open_store(tmp_path / "kv", codec="int4", **AGES) as store:
+        store.save(of, ids, kv_of(ids, of))
+        save(store, ids)
+        assert restore(store, ids, of) == len(ids), "written exactly whatever the codec for KV is"
+        assert rungs_of(store, ids) == ["int4"] * 2
+        trust(store, "int4")
+        clock = Clock()
+        clock.ahead = 10 * DAY
+        upkeep_of(store, clock).step()
+        assert restore(store, ids, of) == len(ids)
+        assert not any(rungs[rung].asked for rung in ("int8", "compact"))
+        assert {(each.band, each.codec) for each in store.report()} == {("hidden-2", "exact"), ("all", "int4")}
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_states_leave_in_their_turn_where_others_move_for_want_of_room(
+    tmp_path: Path, rungs: Rungs, trusted: bool
+) -> None:
+    of, ids, clock = identity(**STATES), prompt(CHUNK), Clock()
+    with open_store(tmp_path / "kv", ram_bytes=0, disk_bytes=100_000, high_water=0.01) as store:
+        store.save(of, ids, kv_of(ids, of))
+        save(store, ids)
+        if trusted:
+            trust(store, "int8")
+        clock.ahead = HOUR
+        upkeep = upkeep_of(store, clock)
+        assert upkeep.step()
+        assert rungs_of(store, ids) == ["int8" if trusted else "exact"]
+        assert restore(store, ids, of) == (0 if trusted else CHUNK)
+        assert store.stats().evictions == int(trusted)
         assert upkeep.stats().errors == 0

@@ -52,12 +52,12 @@ def in_process(source: Path, **environment: str) -> subprocess.CompletedProcess[
 
 
 PROGRAM = textwrap.dedent("""
-    import logging, sys
+    import logging, os, sys
     from pathlib import Path
     from memory.native import native_library
     logging.basicConfig()
     for _ in range(2):  # the second call must not warn again
-        library = native_library(Path(sys.argv[1]))
+        library = native_library(Path(sys.argv[1]), os.environ.get("FUNCTIONS", "").split())
     print(library and library.answer())
 """)
 
@@ -115,6 +115,22 @@ def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path) -> None:
     built.write_bytes(b"\x7fELF and nothing more")
     assert in_process(source).stdout == "42\n"
     assert ctypes.CDLL(str(built)).answer() == 42
+
+
+@needs_compiler
+def test_another_library_under_its_name_is_not_used(source: Path, tmp_path: Path) -> None:
+    """A whole library of somebody's, put where this one belongs."""
+    assert in_process(source).stdout == "42\n"
+    (built,) = cached(tmp_path)
+    source.write_text(SOURCE.replace("answer()", "other()"))
+    assert in_process(source).returncode != 0, "it has no answer"
+    (other,) = set(cached(tmp_path)) - {built}
+    other.replace(built)
+    source.write_text(SOURCE)
+    assert in_process(source, FUNCTIONS="answer").stdout == "None\n"
+    assert str(built) in in_process(source, FUNCTIONS="answer").stderr
+    built.unlink()
+    assert in_process(source, FUNCTIONS="answer").stdout == "42\n"
 
 
 @needs_compiler
