@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from serve.engine.divergence import divergences
 from serve.engine.model import Decoder, Run
 from serve.engine.request import Request, Sampling
 from serve.engine.settings import EngineSettings
@@ -78,3 +79,11 @@ def test_greedy_replies_follow_the_reference(model_dir: Path, reference: Any, pr
         agreed += int((best == chosen).sum())
         total += len(reply.token_ids)
     assert agreed / total > 0.9
+
+
+def test_the_noise_of_a_divergence_is_what_rounding_costs(decoder: Decoder, prompts: list[tuple[int, ...]]) -> None:
+    """In bf16 the same KV computed in other pieces has other bits, so a noise of zero would measure nothing."""
+    text = (tuple(token for turn in prompts for token in turn) * 20)[:640]
+    found = divergences(decoder, {}, [text], [512])
+    assert found.noise is not None
+    assert 1e-6 < found.noise < 0.01
