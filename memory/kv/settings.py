@@ -58,8 +58,8 @@ class KVSettings(BaseModel):
     """Pause between two rounds of upkeep in the background: expiry, the ladder, the scrubber. 0 switches it off."""
 
     int8_after_seconds: float | None = Field(default=86_400.0, ge=0)
-    """Seconds since the last use after which a chunk is rewritten as int8, where that rung is trusted. None: only when
-    the budget asks for it."""
+    """Seconds since the last use after which a chunk is rewritten as int8, where that rung is trusted; what was used in
+    the last five minutes stays. None: only when the budget asks for it."""
 
     int4_after_seconds: float | None = Field(default=7 * 86_400.0, ge=0)
     """The same for int4."""
