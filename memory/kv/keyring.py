@@ -251,14 +251,25 @@ class Keyring:
         self._keys[owner] = OwnerKey.of(key)
 
     def _open(self) -> sqlite3.Connection:
-        """The database; opened anew where someone replaced its file."""
-        if self._database is not None and _inode(self._path) == self._inode:
+        """The database; opened anew where someone replaced its file or damaged it."""
+        if self._database is not None and _inode(self._path) == self._inode and _is_whole(self._database):
             return self._database
         self.close()
         database = _connect(self._path)
         self._database, self._inode, self._version = database, _inode(self._path), -1
         self._seen = database.execute("SELECT COALESCE(MAX(number), 0) FROM destroyed").fetchone()[0]
         return database
+
+
+def _is_whole(database: sqlite3.Connection) -> bool:
+    """Whether the file is a database still, as far as its beginning shows; whoever uses it hears of other trouble."""
+    try:
+        database.execute("SELECT 1 FROM keys LIMIT 1").fetchall()
+    except sqlite3.OperationalError:
+        return True
+    except sqlite3.DatabaseError:
+        return False
+    return True
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -14,6 +14,7 @@ from memory.kv.codec.exact import ExactCodec
 from memory.kv.codec.factory import Codecs
 from memory.kv.counters import Counters
 from memory.kv.fidelity import Fidelity, FidelityRecord
+from memory.kv.identity import KVIdentity
 from memory.kv.settings import KVSettings
 from memory.kv.store import KVStore
 from memory.kv.tiers.disk import DiskTier
@@ -94,10 +95,10 @@ def upkeep_of(store: KVStore, clock: Clock | None = None, settings: KVSettings |
     return Upkeep(disk_of(store), settings or store.settings, store.fidelity, Counters(), clock or Clock())
 
 
-def expected(ids: list[int], rung: str) -> NDArray[Any]:
+def expected(ids: list[int], rung: str, of: KVIdentity | None = None) -> NDArray[Any]:
     """The KV of `ids` as a rung gives it back."""
     bits = BITS[rung]
-    return (kv_of(ids) >> (16 - bits) << (16 - bits)).astype("<u2")
+    return (kv_of(ids, of) >> (16 - bits) << (16 - bits)).astype("<u2")
 
 
 def rungs_of(store: KVStore, ids: list[int]) -> list[str]:

@@ -256,3 +256,18 @@ def test_a_file_of_another_chunk_under_this_name_is_refused_and_the_rest_is_righ
         assert restore(store, ids) == 3 * CHUNK
     targets[1].write_bytes(targets[0].read_bytes())
     assert restore(store, ids) == CHUNK
+
+
+def test_a_keyring_that_is_damaged_while_it_is_open_costs_its_keys_and_no_more(tmp_path: Path, store: KVStore) -> None:
+    ids = prompt(CHUNK)
+    save(store, ids)
+    (tmp_path / "kv" / "keys.db").write_bytes(b"no database at all" * 1000)
+    save(store, prompt(CHUNK, seed=1), owner="session")
+    assert restore(store, prompt(CHUNK, seed=1)) == CHUNK
+    assert store.stats().disk_trouble == ""
+    assert store.forget_owners("secret", ["session"]).keys == 1
+    assert restore(store, prompt(CHUNK, seed=1)) == restore(store, ids) == 0
+    store.match(identity(), ids)
+    save(store, ids)
+    assert restore(store, ids) == CHUNK
+    assert (tmp_path / "kv" / "keys.db.damaged").exists()
