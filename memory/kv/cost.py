@@ -98,11 +98,6 @@ class CostModel:
         with self._lock:
             return self._computing(self._prefill, start, end)
 
-    def lift_seconds(self, start: int, end: int) -> float:
-        """Estimated time to compute the tokens [start, end) from the first layer on that is not shared."""
-        with self._lock:
-            return self._computing(self._lift, start, end)
-
     # decisions
 
     def tokens_to_load(self, match: Match, total: int, beside: Match | None = None) -> int:

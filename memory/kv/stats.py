@@ -57,9 +57,3 @@ class KVStats:
     def bytes_per_token(self) -> float:
         """Bytes of disk per stored token; 0 while nothing is stored."""
         return self.disk.bytes / self.disk.tokens if self.disk.tokens else 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of matches that found something; 0 before the first."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else 0.0

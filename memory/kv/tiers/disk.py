@@ -29,7 +29,7 @@ from memory.kv.chunk import (
 from memory.kv.codec.base import CodecError, Kept, KVArray
 from memory.kv.codec.factory import Codecs
 from memory.kv.counters import Counters, Event
-from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, fidelity_named, worse
+from memory.kv.fidelity import Fidelity, FidelityRecords, at_least, worse
 from memory.kv.forget import Forgotten
 from memory.kv.identity import KVIdentity, key_of
 from memory.kv.keyring import KeyringError, OwnerForgotten, OwnerKey
@@ -39,7 +39,7 @@ from memory.kv.settings import KVSettings
 from memory.kv.tiers.base import ChunkData, Holding, Stored, TierStats
 from memory.kv.tiers.encoding import encode, encode_again, encoder_for, payload_of
 from memory.kv.tiers.folder import ChunkFolder
-from memory.kv.tiers.index import Held, Index, is_damage
+from memory.kv.tiers.index import Index, is_damage
 from memory.kv.tiers.keys import FolderKeys
 from memory.kv.tiers.lock import folder_lock
 from memory.kv.tiers.opening import discard_index, index_in_memory, open_index, refuse, settle
@@ -467,20 +467,7 @@ class DiskTier:
 
     def report(self) -> list[Holding]:
         """What is stored, by model, band, codec and fidelity. Reads the whole index."""
-        everything: list[Held] = self._ask(self.index.holdings, [])
-        return [
-            Holding(
-                model_hex=held.model.hex(),
-                band=held.band,
-                codec=held.codec,
-                fidelity=fidelity_named(held.fidelity),
-                chunks=held.chunks,
-                tokens=held.tokens,
-                bytes=held.bytes,
-                raw_bytes=held.raw_bytes,
-            )
-            for held in everything
-        ]
+        return self._ask(self.index.holdings, [])
 
     @property
     def trouble(self) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from memory.kv.fidelity import RUNGS
-from memory.kv.tiers.base import Stored
+from memory.kv.tiers.base import Holding, Stored
 from memory.kv.tiers.index_queries import (
     FOUND,
     FOUND_TYPES,
@@ -48,7 +48,6 @@ from memory.kv.tiers.index_schema import (
     TIERS,
     TRIGGERS,
     ZEROS,
-    Held,
     IndexDamaged,
     IndexMissing,
     Place,
@@ -60,7 +59,7 @@ from memory.kv.tiers.index_schema import (
     is_damage,
 )
 
-__all__ = ["Held", "Index", "IndexDamaged", "IndexMissing", "Place", "Row", "Tier", "Victim", "is_damage"]
+__all__ = ["Index", "IndexDamaged", "IndexMissing", "Place", "Row", "Tier", "Victim", "is_damage"]
 
 BATCH = 500
 READ_TIMEOUT, WRITE_TIMEOUT = 0.05, 5.0
@@ -251,13 +250,13 @@ class Index:
         """All keys of a tier, with the size of each one's file. Reads the whole index."""
         return dict(self._read("SELECT key, bytes FROM chunks WHERE tier = ?", (tier,)))
 
-    def holdings(self) -> list[Held]:
+    def holdings(self) -> list[Holding]:
         """What is held, by model, band, codec and fidelity. Reads the whole index."""
         query = (
             "SELECT model, band, codec, fidelity, COUNT(*), SUM(tokens), SUM(bytes), SUM(raw_bytes) FROM chunks"
             " GROUP BY model, band, codec, fidelity"
         )
-        return [Held(*row) for row in self._read(query, ())]
+        return [Holding(model.hex(), *row) for model, *row in self._read(query, ())]
 
     def fact(self, name: str) -> bytes | None:
         """What `note` kept under a name."""
@@ -279,12 +278,6 @@ class Index:
         """Enters chunks as they are; one that is entered already keeps its hits and its last use."""
         with self._transaction() as writer:
             writer.executemany(INSERT + REPLACE, map(_values, rows))
-
-    def rewritten(self, key: bytes, size: int, codec: str, fidelity: str) -> None:
-        """Records that a chunk's file was replaced by one in another codec."""
-        with self._transaction() as writer:
-            query = "UPDATE chunks SET bytes = ?, codec = ?, fidelity = ? WHERE key = ?"
-            writer.execute(query, (size, codec, fidelity, key))
 
     def moved(self, key: bytes, tier: Tier, size: int) -> bool:
         """Records that a chunk lies in another tier now; False where it is not entered any more."""

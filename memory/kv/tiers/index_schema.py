@@ -123,20 +123,6 @@ class Place:
     tier: Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What is held of one model and band, in one codec and at one fidelity."""
-
-    model: bytes
-    band: str
-    codec: str
-    fidelity: str
-    chunks: int
-    tokens: int
-    bytes: int
-    raw_bytes: int
-
-
 class IndexDamaged(sqlite3.DatabaseError):
     """The file is a database of another kind, or not whole: build it anew from the chunk files."""
 

@@ -6,6 +6,7 @@ import multiprocessing
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def take(index: Index, step: str, values: tuple[Any, ...]) -> None:
     elif step == "remove":
         index.remove([key(number)])
     elif step == "rewritten":
-        index.rewritten(key(number), rest[0], "int8", "int8")
+        known = index.rows([key(number)])
+        index.add(replace(found, size=rest[0], codec="int8", fidelity="int8") for found in known.values())
     elif step == "moved":
         index.moved(key(number), *rest)
     else:
@@ -168,7 +170,7 @@ def test_cold_chunks_by_codec(index: Index) -> None:
     assert index.colder_than(model, "exact", 5.0, 10) == [key(0), key(2), key(4)]
     assert index.colder_than(model, "exact", 5.0, 1, skip=1) == [key(2)]
     assert index.colder_than(model, "int8", 5.0, 1) == [key(1)]
-    index.rewritten(key(0), 10, "int8", "int8")
+    index.add([row(0, codec="int8", fidelity="int8", size=10)])
     assert index.colder_than(model, "exact", 5.0, 10) == [key(2), key(4)]
     assert index.rows([key(0)])[key(0)].last_used == 0.0
 

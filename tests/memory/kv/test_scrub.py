@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,8 @@ def test_a_row_of_an_earlier_file_is_corrected(store: KVStore) -> None:
     """Its writer was killed between the file and the row."""
     key, size = next(iter(index_of(store).keys().items()))
     index_of(store).touch([(key, 9e9, 3)])
-    index_of(store).rewritten(key, size + 999, "int8", "int8")
+    (row,) = index_of(store).rows([key]).values()
+    index_of(store).add([replace(row, size=size + 999, codec="int8", fidelity="int8")])
     scrubber_of(store).step(EVERYTHING)
     found = index_of(store).find([key])[key]
     assert (found.size, found.codec, found.fidelity, found.hits) == (size, "exact", "exact", 3)
