@@ -49,7 +49,7 @@ class Refreshes(JournalPart):
 
     def end_refresh(self, refresh: Refresh, state: RefreshState, attempts: int) -> None:
         """Notes what became of a refresh, unless another one was queued for the session meanwhile."""
-        same = and_(_of(refresh.tenant, refresh.session_id), refreshes.c.weights_id == refresh.weights_id)
+        same = and_(_of(refresh.tenant, refresh.session_id), refreshes.c.updated_at == refresh.updated_at)
         values = {"state": state, "attempts": attempts, "updated_at": self._clock()}
         with self._writing() as connection:
             connection.execute(update(refreshes).where(same).values(values))

@@ -57,6 +57,21 @@ def test_a_session_is_queued_once(journal: Journal) -> None:
     assert journal.next_refresh(NEW) == stored
 
 
+def test_what_is_asked_for_again_while_it_runs_waits_again(journal: Journal) -> None:
+    """A turn over lossy KV that comes while an earlier one's climb runs: what it stored is not exact yet."""
+    name = _begun(journal)
+    journal.queue_refreshes([_refresh(name, reason="climb")])
+    running = journal.next_refresh(NEW)
+    assert running is not None
+    journal.queue_refreshes([_refresh(name, reason="climb", tokens=20)])
+    journal.end_refresh(running, "done", 1)
+    again = journal.next_refresh(NEW)
+    assert again is not None
+    assert (again.tokens, again.attempts) == (20, 0)
+    journal.end_refresh(again, "done", 1)
+    assert journal.next_refresh(NEW) is None
+
+
 def test_what_waits_for_other_weights_is_dropped(journal: Journal) -> None:
     old, new = _begun(journal), _begun(journal)
     journal.queue_refreshes([_refresh(old, weights_id=OLD), _refresh(new)])
