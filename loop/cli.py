@@ -88,7 +88,8 @@ def up(
         say.print(f"API         {supervisor.addresses.gateway}/v1   (description: {supervisor.addresses.gateway}/docs)")
         say.print(f"worker      {supervisor.addresses.worker}")
         say.print(f"home        {config.home}")
-        say.print(f"MLflow      mlflow ui --backend-store-uri {config.registry.tracking_uri}")
+        # Whole, so that it can be copied, however narrow the terminal is.
+        say.print(f"MLflow      mlflow ui --backend-store-uri {config.registry.tracking_uri}", soft_wrap=True)
         say.print("Ctrl-C stops everything.")
         try:
             supervisor.watch()

@@ -26,13 +26,14 @@ async def create(request: Request) -> Response:
     """A memory of a text, as JSON, or of a file, as a form. 201 when it is new, 200 when it is there already."""
     gateway: Gateway = request.app.state.gateway
     tenant = gateway.auth.tenant(request)
-    is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
+    is_form = request.headers.get("content-type", "").lower().startswith("multipart/form-data")
     body = await _read_form(request) if is_form else await read_body(request, MemoryBody)
-    text = _checked(body.text)
+    field = "file" if is_form else "text"
+    text = _checked(body.text, field)
 
     def make() -> tuple[Memory, bool]:
         tokens = gateway.turns.memory_tokens(text)
-        _check_fits(tokens, gateway.context_length)
+        _check_fits(tokens, gateway.context_length, field)
         digest = blake3(text.encode()).hexdigest()
         name = body.name or f"memory-{digest[:16]}"
         expires_at = None if body.ttl_seconds is None else gateway.journal.now() + body.ttl_seconds
@@ -47,7 +48,7 @@ async def create(request: Request) -> Response:
             "memory_conflict",
         ) from error
     except ValueError as error:
-        raise invalid(f"{str(error)[:1].upper()}{str(error)[1:]}.", "text", "invalid_value") from error
+        raise invalid(f"{str(error)[:1].upper()}{str(error)[1:]}.", field, "invalid_value") from error
     gateway.prefetch.soon(tenant, (memory.id,), version)
     return JSONResponse(_shown(memory), 201 if new else 200)
 
@@ -120,19 +121,19 @@ def _decoded(raw: bytes) -> str:
         ) from error
 
 
-def _checked(text: str) -> str:
+def _checked(text: str, field: str) -> str:
     if not text.strip():
-        raise invalid("The memory is empty.", "text", "invalid_value")
+        raise invalid("The memory is empty.", field, "invalid_value")
     if "\0" in text:
-        raise invalid("The memory holds NUL characters: it is no text.", "text", "invalid_value")
+        raise invalid("The memory holds NUL characters: it is no text.", field, "invalid_value")
     return text
 
 
-def _check_fits(tokens: int, context_length: int) -> None:
+def _check_fits(tokens: int, context_length: int, field: str) -> None:
     if tokens >= context_length:
         raise invalid(
             f"This model's maximum context length is {context_length} tokens, and the memory alone has {tokens}. "
-            "Shorten it, or split it and attach what a session needs.", "text", "context_length_exceeded",
+            "Shorten it, or split it and attach what a session needs.", field, "context_length_exceeded",
         )  # fmt: skip
 
 

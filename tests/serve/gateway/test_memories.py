@@ -105,6 +105,11 @@ def test_a_file_is_a_memory(gateway: RunningGateway) -> None:
     named = gateway.post("/v1/memories", files={"file": ("a.txt", b"More")}, data=form)
     assert named.json()["name"] == "more"
     assert named.json()["expires_at"] > time.time()
+    for content in (b"\xff\xfe broken", b"  ", b"a\0b"):
+        assert send(content).json()["error"]["param"] == "file"
+    body = b'--Edge\r\nContent-Disposition: form-data; name="file"; filename="b.txt"\r\n\r\nB\r\n--Edge--\r\n'
+    shouted = {"Content-Type": "Multipart/Form-Data; boundary=Edge"}
+    assert gateway.post("/v1/memories", content=body, headers=shouted).json()["name"] == "b.txt"
     for answer, code in (
         (send(b"\xff\xfe broken"), "not_utf8"),
         (send(b"  "), "invalid_value"),
