@@ -1,7 +1,7 @@
 """Moving chunks from the disk to the remote tier, ahead of the eviction that would delete them.
 
 Invariants:
-- A chunk is on disk until its object is there; the object counts as one to be deleted until the index lists it.
+- A chunk is on disk until its object is there and the index says so; the object counts as one to be deleted until then.
 - Only whole files are moved, and only ones that are the same afterwards as when they were read.
 """
 
@@ -55,8 +55,8 @@ class Offload:
             row = self._disk.index.rows([key]).get(key)
             if row is None or row.tier != "disk" or row.state != "stored" or not self._is_same(key, data):
                 return False  # forgotten or rewritten meanwhile: the object is deleted with the others
-            self._disk.folder.delete(key)  # before its row says so: a kill in between may not leave bytes uncounted
             self._disk.index.moved(key, "remote", len(data))
+            self._disk.folder.delete(key)
         self._remote.keep([key])
         return True
 

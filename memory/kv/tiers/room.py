@@ -138,9 +138,9 @@ class Room:
             self._upload_at = time.monotonic() + self._settings.retry_seconds
         if not taken:
             return False
-        self._folder.delete(victim.key)  # before its row says so: a kill in between may not leave bytes uncounted
         index.moved(victim.key, "remote", len(data))
         remote.keep([victim.key])
+        self._folder.delete(victim.key)
         return True
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from memory.kv.offload import Offload
 from memory.kv.store import KVStore
 from memory.kv.tiers.folder import ChunkFolder
-from memory.kv.tiers.index import Index
 from memory.kv.tiers.ram import RamTier
 from tests.memory.kv.common import CHUNK, chunk_data, identity, kv_of, open_store, prompt, restore
 from tests.memory.kv.rungs import disk_of, upkeep_of
@@ -273,27 +271,3 @@ def test_a_keyring_that_is_damaged_while_it_is_open_costs_its_keys_and_no_more(t
     save(store, ids)
     assert restore(store, ids) == CHUNK
     assert (tmp_path / "kv" / "keys.db.damaged").exists()
-
-
-@pytest.mark.parametrize("by", ["who wants room", "upkeep"])
-def test_no_byte_is_uncounted_while_a_chunk_moves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """Looked at when its row says so: a kill may come at that moment."""
-    moved = Index.moved
-    uncounted: list[int] = []
-
-    def watched(index: Index, *arguments: Any) -> bool:
-        done = moved(index, *arguments)
-        uncounted.append(sum(files(tmp_path / "kv").values()) - index.used_bytes())
-        return done
-
-    monkeypatch.setattr(Index, "moved", watched)
-    with open_store(tmp_path / "kv", **remote(tmp_path)) as store:
-        save(store, prompt(2 * CHUNK))
-        disk = disk_of(store)
-        if by == "upkeep":
-            assert disk.remote is not None
-            assert Offload(disk, disk.remote, lambda: False).step(1 << 20, time.time() + 1) == 2
-        else:
-            move_out(store)
-        assert uncounted == [0, 0]
-        assert restore(store, prompt(2 * CHUNK)) == 2 * CHUNK
