@@ -1,9 +1,10 @@
 """Causal attention over one sequence's KV buffer, for a run of new tokens.
 
 The query heads that share a KV head are folded into the query axis, so that each key is read once for all of them.
-A run of one token (decode) goes through torch's flash kernel. Longer runs (prefill) go in blocks of queries, head by
-head, each against just the keys it may see: the scores of a block stay in the core's cache, and on CPUs with bf16
-instructions this takes little more than half of the flash kernel's time.
+A run of one token (decode) goes through torch's flash kernel, one of a few tokens (the next turn of a session) through
+`serve.kernels.few_queries` where the processor can. Longer runs (prefill) go in blocks of queries, head by head, each
+against just the keys it may see: the scores of a block stay in the core's cache, and on CPUs with bf16 instructions
+this takes little more than half of the flash kernel's time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from serve.kernels.few_queries import few_queries
+
 QUERY_BLOCK = 128
 SMALLEST_BLOCK = 16
 LONG_KEYS = 16_384
@@ -22,13 +25,17 @@ LONG_KEYS = 16_384
 
 @dataclass(frozen=True)
 class Block:
-    """Queries [first, last) of a run see keys [key_first, key_last); `mask` is added to the scores of the last keys."""
+    """Queries [first, last) of a run see keys [key_first, key_last); `mask` is added to the scores of the last keys.
+
+    `causal`: each query sees every key up to its own.
+    """
 
     first: int
     last: int
     key_first: int
     key_last: int
     mask: torch.Tensor | None
+    causal: bool
 
 
 def plan_blocks(start: int, count: int, window: int | None, dtype: torch.dtype) -> list[Block]:
@@ -42,12 +49,13 @@ def _plan_block(start: int, first: int, last: int, window: int | None, dtype: to
     key_last = start + last
     key_first = 0 if window is None else max(0, start + first - window + 1)
     if last - first == 1:
-        return Block(first, last, key_first, key_last, None)
+        return Block(first, last, key_first, key_last, None, False)
     if window is None:
-        return Block(first, last, key_first, key_last, _causal_mask(last - first, dtype))
+        return Block(first, last, key_first, key_last, _causal_mask(last - first, dtype), True)
     queries = torch.arange(start + first, key_last).unsqueeze(1)
     keys = torch.arange(key_first, key_last).unsqueeze(0)
-    return Block(first, last, key_first, key_last, _mask((keys > queries) | (keys <= queries - window), dtype))
+    mask = _mask((keys > queries) | (keys <= queries - window), dtype)
+    return Block(first, last, key_first, key_last, mask, False)
 
 
 @lru_cache(maxsize=2 * QUERY_BLOCK)
@@ -70,7 +78,7 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, blocks: list[Block], out: to
         keys, values = kv[:, :, block.key_first : block.key_last]
         if block.mask is None:
             _attend_one(query, keys, values, target)
-        else:
+        elif not (block.causal and few_queries(query, keys, values, target)):
             _attend_block(query, keys, values, block.mask, target)
 
 

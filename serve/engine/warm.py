@@ -17,6 +17,8 @@ from serve.engine.pages import PageBudget
 from serve.engine.settings import EngineSettings
 
 TOKENS = 64
+TURN_TOKENS = 16
+"""A short message: it loads the kernel that such a turn uses."""
 MULTIPLY_RATE, ATTEND_RATE, READ_RATE = 2e11, 5e10, 8e9
 """What a core does in a second, roughly: operations in matrix products and in attention, and bytes read."""
 
@@ -28,7 +30,7 @@ def warm_up(decoder: Decoder, settings: EngineSettings, budget: PageBudget, cost
     tokens = min(TOKENS, decoder.context)
     kv, entering = decoder.new_kv(tokens), decoder.new_entering(tokens)
     with torch.inference_mode():
-        for count in (tokens, tokens, 1):
+        for count in (tokens, tokens, min(TURN_TOKENS, tokens), 1):
             began = time.monotonic()
             decoder.logits(decoder.forward([Run([0] * count, 0, kv, entering)])[-1:])
             seconds = time.monotonic() - began
