@@ -13,9 +13,10 @@ TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 HF_HUB_DI
 demo: $(READY)
 	$(BIN)/kvloop demo $(ARGS)
 
-# One worker a core; the tests of a file stay together, since they share what is slow to start.
+# One worker a core; the tests of a file stay together, since they share what is slow to start, and files keep their
+# order: the longest of them, the demo, begins early and does not run alone at the end.
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow $(ARGS)

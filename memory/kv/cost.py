@@ -46,7 +46,9 @@ EXPECTED_PREFILL = {"step": 20e-3, "token": 0.7e-3, "attended": 3e-7}
 class CostModel:
     """Thread-safe. The store reports its loads; whoever computes prompts reports that."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = False) -> None:
+        """`always`: whatever is found is to be loaded."""
+        self._always = always
         self._lock = threading.Lock()
         self._load = Fit(EXPECTED_LOAD)
         self._prefill = Fit(EXPECTED_PREFILL)
@@ -108,6 +110,8 @@ class CostModel:
         """
         if not match.chunks:
             return 0
+        if self._always:
+            return match.chunks[-1].start + match.chunks[-1].tokens
         with self._lock:
             companions = list(beside.chunks) if beside is not None else []
             best, best_seconds = 0, self._computing(self._prefill, 0, total)
@@ -133,7 +137,7 @@ class CostModel:
             if lift:
                 seconds += self._computing(self._lift, start, end)
             best = min(seconds, instead)
-            return seconds <= instead or self._tries(seconds, best, declined=True)
+            return self._always or seconds <= instead or self._tries(seconds, best, declined=True)
 
     def rates(self) -> dict[str, float | None]:
         """What was measured, None where nothing was: bytes per second from "ram", "disk" and "remote", tokens per

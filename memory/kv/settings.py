@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -88,6 +88,10 @@ class KVSettings(BaseModel):
 
     scrub_bytes_per_second: int = Field(default=4 * MEBIBYTE, ge=0)
     """How fast chunk files are verified in the background. 0 switches the scrubber off."""
+
+    restore: Literal["cheapest", "always"] = "cheapest"
+    """Which KV is restored of what is found: what takes less time to load than to compute, or all of it, so that how
+    much is restored does not depend on how busy the machine was."""
 
     load_threads: int = Field(default=2, ge=1, le=64)
     """Threads that read, verify and decode the chunks of one load."""

@@ -63,7 +63,7 @@ class KVStore:
 
     def __init__(self, settings: KVSettings, folder: Path) -> None:
         self.settings = settings
-        self.cost = CostModel()
+        self.cost = CostModel(always=settings.restore == "always")
         self.codecs = Codecs(folder / "bases")
         self.fidelity = FidelityRecords(folder / "fidelity")
         self._counters = Counters()

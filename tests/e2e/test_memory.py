@@ -35,7 +35,8 @@ SECRET = "Zyrkowald hid eleven violet lanterns behind the Frobenmuehle granary. 
 PATIENCE = 60.0
 Json = dict[str, Any]
 CHUNK = 64
-SETTINGS = (f"worker.kv.chunk_tokens={CHUNK}", "worker.kv.upkeep_seconds=0.5")
+# what is restored must not depend on how busy the machine is
+SETTINGS = (f"worker.kv.chunk_tokens={CHUNK}", "worker.kv.upkeep_seconds=0.5", 'worker.kv.restore="always"')
 QUESTION = "Who keeps the key, and who counts the boats? " * 12
 
 

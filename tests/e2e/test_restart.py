@@ -21,7 +21,8 @@ NOTES = (
     "The third shelf holds lamps, the fourth holds clocks, and the fifth is kept for what nobody has named yet. " * 40
 )
 PROCESSES = ("worker", "gateway", "follower", "scheduler")
-KV = ("worker.kv.chunk_tokens=64",)
+# what is restored must not depend on how busy the machine is
+KV = ("worker.kv.chunk_tokens=64", 'worker.kv.restore="always"')
 
 
 @dataclass

@@ -133,6 +133,14 @@ def test_a_fast_disk_is_read_and_a_slow_one_is_not() -> None:
     assert slow.tokens_to_load(match_of(512), 600) == 0
 
 
+def test_everything_is_loaded_where_that_is_asked_for() -> None:
+    cost, slow = CostModel(always=True), Machine(read_disk=1 / 1e6)
+    teach(cost, slow)
+    match = match_of(1024)
+    assert cost.tokens_to_load(match, 1100) == 1024
+    assert cost.pays(match.chunks, 0, 1024, 1100, lift=True)
+
+
 def test_ram_in_front_of_a_slow_disk_is_a_split() -> None:
     cost = CostModel()
     teach(cost, Machine(read_disk=1 / 5e6))
