@@ -292,8 +292,12 @@ class Turns:
         if not memory_ids:
             return None
         try:
-            for memory_id in dict.fromkeys(memory_ids):
-                hold.read("memory", memory_id)
+            try:
+                for memory_id in dict.fromkeys(memory_ids):
+                    hold.read("memory", memory_id)
+            except ApiError:
+                self.prefix(asked.tenant, memory_ids)  # one whose time is over is told as such, also while it goes
+                raise
             return self.prefix(asked.tenant, memory_ids)
         except Gone as error:
             raise gone_error(error, None if session is None else session.id) from error
