@@ -13,8 +13,8 @@ from memory.journal.errors import Conflict, NotFound
 from memory.journal.records import Memory
 from serve.gateway.bodies import MemoryBody, parse, read_body
 from serve.gateway.deletion import delete_memory
-from serve.gateway.errors import conflict, invalid, not_found
-from serve.gateway.paging import page_limit
+from serve.gateway.errors import conflict, invalid
+from serve.gateway.paging import page
 from serve.gateway.service import Gateway
 from serve.gateway.turns import gone_error
 
@@ -56,16 +56,7 @@ async def create(request: Request) -> Response:
 async def index(request: Request) -> Response:
     """The tenant's memories, newest first, without their texts."""
     gateway: Gateway = request.app.state.gateway
-    tenant = gateway.auth.tenant(request)
-    limit = page_limit(request)
-    after = request.query_params.get("after")
-    try:
-        found = await gateway.threads.run(gateway.journal.list_memories, tenant, limit + 1, after)
-    except NotFound as error:
-        raise not_found(f"Memory '{after}' was not found.", "after") from error
-    page = [_shown(memory) for memory in found[:limit]]
-    edges = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return JSONResponse({"object": "list", "data": page, "has_more": len(found) > limit, **edges})
+    return await page(request, "memory", gateway.journal.list_memories, _shown)
 
 
 async def read(request: Request) -> Response:

@@ -13,7 +13,7 @@ from memory.journal.records import Session
 from serve.gateway.bodies import ForkBody, SessionBody, read_body
 from serve.gateway.deletion import delete_session
 from serve.gateway.errors import invalid, not_found
-from serve.gateway.paging import page_limit
+from serve.gateway.paging import page
 from serve.gateway.service import Gateway
 from serve.gateway.turns import gone_error, new_session_id, stored_ids
 
@@ -43,19 +43,9 @@ async def create(request: Request) -> Response:
 
 
 async def index(request: Request) -> Response:
-    """The tenant's sessions, newest first; `limit` (1 to 100) and `after` (a session id) page through them."""
+    """The tenant's sessions, newest first."""
     gateway: Gateway = request.app.state.gateway
-    tenant = gateway.auth.tenant(request)
-    limit = page_limit(request)
-    after = request.query_params.get("after")
-    try:
-        # One more than asked for tells whether there is another page.
-        found = await gateway.threads.run(gateway.journal.list_sessions, tenant, limit + 1, after)
-    except NotFound as error:
-        raise not_found(f"Session '{after}' was not found.", "after") from error
-    page = [_shown(session) for session in found[:limit]]
-    edges = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-    return JSONResponse({"object": "list", "data": page, "has_more": len(found) > limit, **edges})
+    return await page(request, "session", gateway.journal.list_sessions, _shown)
 
 
 async def read(request: Request) -> Response:
