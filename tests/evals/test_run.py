@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,23 +12,12 @@ from evals.results import EvalResult
 from evals.run import EvalJob, EvalModel, Progress, evaluate
 from evals.settings import EvalSettings, GateSettings
 from serve.backends.base import WorkerRejected
-from tests.evals.fake_worker import State, serving
+from tests.evals.fake_worker import State
 from tests.evals.fakes import write_heldout
 
 pytestmark = pytest.mark.model
 
 SMALL = EvalSettings(heldout_examples=12, knowledge_questions=10, batch=8)
-
-
-@pytest.fixture
-def state() -> State:
-    return State()
-
-
-@pytest.fixture
-def url(state: State) -> Iterator[str]:
-    with serving(state) as url:
-        yield url
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from evals.run import EvalJob, EvalModel, evaluate
 from evals.settings import EvalSettings, GateSettings
 from evals.stale import Conversation, build_probes
 from serve.gateway.text import TextCodec
-from tests.evals.fake_worker import State, serving
+from tests.evals.fake_worker import State
 from tests.evals.fakes import CharacterText, write_heldout
 
 SMALL = EvalSettings(heldout_examples=6, knowledge_questions=5, batch=8, stale_probes=4)
@@ -65,17 +65,6 @@ def test_no_more_probes_than_asked_and_none_that_does_not_fit() -> None:
     probes = build_probes(SessionText(), SAID, texts, most=2, room=12)
     assert (len(probes.conversations), [len(probe.token_ids) for probe in probes.texts]) == (1, [10, 6])
     assert not build_probes(SessionText(), SAID, texts, most=0, room=100)
-
-
-@pytest.fixture
-def state() -> State:
-    return State()
-
-
-@pytest.fixture
-def url(state: State) -> Iterator[str]:
-    with serving(state) as url:
-        yield url
 
 
 @pytest.fixture
