@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,24 @@ def test_an_expired_memory_ends_its_sessions(start_gateway: Callable[..., Runnin
         assert refused.value.status_code == 410
     _wait(lambda: gateway.metric('kvloop_expired_total{kind="memory"}') == 1)
     assert len(worker.seen.forgotten[-1]["owners"]) == 2
+
+
+def test_an_expired_memory_is_told_as_such_while_it_is_being_deleted(
+    start_gateway: Callable[..., RunningGateway], worker: FakeWorker
+) -> None:
+    gateway = start_gateway(sweep_seconds=0.05)
+    memory = gateway.post("/v1/memories", {"text": "Until tonight.", "ttl_seconds": 1.0}).json()
+    with gateway.client() as client:
+        session = _ask(client, memory_ids=[memory["id"]]).session_id
+        worker.script.forget_gate = threading.Event()
+        try:
+            _wait(lambda: bool(worker.seen.forgotten))  # the sweeper's deletion hangs here
+            with pytest.raises(openai.APIStatusError, match="has expired") as refused:
+                _ask(client, session_id=session)
+            assert refused.value.status_code == 410
+        finally:
+            worker.script.forget_gate.set()
+            worker.script.forget_gate = None
 
 
 def test_times_are_checked(gateway: RunningGateway) -> None:
