@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 
-from tests.tiny import free_port
+from tests.ports import free_port
 
 READY_SECONDS = 90
 

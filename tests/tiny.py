@@ -1,9 +1,8 @@
-"""Tiny random models for tests where weights do not matter, and free ports for the servers that serve them."""
+"""Tiny random models for tests where weights do not matter."""
 
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,3 @@ def make_tiny_model(
         if (tokenizer_from / name).exists():
             shutil.copy(tokenizer_from / name, folder / name)
     return folder
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import free_port
+from tests.ports import free_port
 
 
 def run_demo(tmp_path: Path, model_dir: Path, *options: str, settings: tuple[str, ...] = ()) -> dict[str, Any]:

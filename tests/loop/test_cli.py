@@ -17,7 +17,7 @@ from loop import cli
 from loop.config import load
 from loop.supervisor import only_one
 from pipelines.registry import Registry
-from tests.tiny import free_port
+from tests.ports import free_port
 
 # MLflow and what it imports warn about themselves.
 pytestmark = pytest.mark.filterwarnings("default")

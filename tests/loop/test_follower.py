@@ -23,7 +23,7 @@ from loop.follower import Follower
 from memory.journal import Journal
 from pipelines.promotion import Promotions
 from pipelines.registry import CHAMPION, Registry, RegistryError
-from tests.tiny import free_port
+from tests.ports import free_port
 
 # MLflow and what it imports warn about themselves.
 pytestmark = pytest.mark.filterwarnings("default")

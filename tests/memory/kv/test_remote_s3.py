@@ -16,15 +16,10 @@ from memory.kv.counters import Counters
 from memory.kv.tiers.index import Index
 from memory.kv.tiers.remote import Deleted, RemoteTier
 from tests.memory.kv.rows import chunk_file, key, row
+from tests.ports import free_port
 
 s3fs = pytest.importorskip("s3fs", reason="needs the extra: pip install 'kvloop[s3]'")
 pytest.importorskip("moto.server", reason="needs an S3 server to run: pip install 'moto[server]'")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(server: subprocess.Popen[bytes], port: int) -> None:

@@ -18,7 +18,8 @@ from memory.journal.journal import Journal
 from serve.gateway.app import create_app
 from serve.gateway.settings import GatewaySettings
 from serve.gateway.text import TextCodec
-from tests.serve.gateway.fake_worker import END, FakeWorker, free_port
+from tests.ports import free_port
+from tests.serve.gateway.fake_worker import END, FakeWorker
 
 ADMIN = "admin-token-of-the-tests"
 

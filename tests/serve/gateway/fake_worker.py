@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,6 +21,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from tests.ports import free_port
 
 BASE_NAME = "smollm2-135m-instruct"
 BASE_WEIGHTS = "b" * 64
@@ -374,9 +375,3 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
 
 def _no_usage() -> dict[str, int]:
     return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

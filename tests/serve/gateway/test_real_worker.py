@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from serve.gateway.text import TextCodec
+from tests.ports import free_port
 from tests.serve.gateway.conftest import RunningGateway, gateway_settings
-from tests.serve.gateway.fake_worker import free_port
 
 pytestmark = pytest.mark.model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,14 +19,8 @@ from serve.engine import load_engine
 from serve.engine.sequence import Job
 from serve.worker.__main__ import serve
 from serve.worker.settings import WorkerSettings
+from tests.ports import free_port
 from tests.serve.tiny import prompt
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -58,17 +51,17 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
 def test_a_killed_worker_remembers(tmp_path: Path, tiny_model: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    kv = KVSettings(chunk_tokens=64, disk_reserve_bytes=0)
+    kv = KVSettings(chunk_tokens=64, disk_reserve_bytes=0, restore="always")
     settings = WorkerSettings(model=tiny_model, dtype="float32", port=port, kv_folder=tmp_path / "kv", kv=kv)
     body = {"model": "base", "prompt": prompt(300), "max_tokens": 4, "temperature": 0}
     with running(settings, tmp_path) as process:
         wait_until_ready(process, url)
         cold = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         boot_id = httpx.get(f"{url}/health", timeout=60).json()["boot_id"]
-        stored = tmp_path / "kv"
+        stored = tmp_path / "kv" / "chunks"
         deadline = time.monotonic() + 20
         while "kvloop_kv_waiting_bytes 0.0" not in httpx.get(f"{url}/metrics", timeout=60).text or not any(
-            stored.rglob("*")
+            stored.rglob("*.kv")
         ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
