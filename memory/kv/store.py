@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -141,7 +141,7 @@ class KVStore:
         restored = list(zip(match.chunks, self._restore(identity, match, out), strict=False))
         if restored:
             self._account(restored, time.perf_counter() - started)
-            self._promote(identity, restored, out)
+            self._promote(identity, restored)
         return [loaded for _, loaded in restored]
 
     def _restore(self, identity: KVIdentity, match: Match, out: KVArray) -> list[Loaded]:
@@ -203,19 +203,28 @@ class KVStore:
         self.cost.observe_load([(loaded.tier, chunk.codec, chunk.size) for chunk, loaded in restored], seconds)
         self._use([chunk.key for chunk, _ in restored], time.time(), hits=1)
 
-    def _promote(self, identity: KVIdentity, restored: list[tuple[ChunkRef, Loaded]], out: KVArray) -> None:
-        """Takes chunks into RAM that come from disk for the second time: after the first, the engine has them."""
-        stamp = time.time()
-        end = sum(loaded.tokens for _, loaded in restored)
-        for chunk, loaded in restored:
-            if loaded.tier != "ram" and chunk.whole and chunk.hits > 0 and self.settings.ram_bytes:
-                take = _Take(identity, identity.digest(), chunk.owner, loaded.fidelity, chunk.expires, stamp)
-                ids = np.frombuffer(chunk.ids, "<u4")
-                follows = max(0, end - chunk.start - chunk.tokens)
-                data = take.chunk(chunk.key, chunk.parent, chunk.start, ids, _part(out, chunk), follows)
-                if not self._ram.put(data):
+    def _promote(self, identity: KVIdentity, restored: list[tuple[ChunkRef, Loaded]]) -> None:
+        """Has chunks taken into RAM that came from disk for the second time: after the first, the engine has them."""
+        again = [chunk for chunk, how in restored if how.tier == "disk" and chunk.whole and chunk.hits > 0]
+        if self._writer is not None and again and self.settings.ram_bytes:
+            self._writer.later(self._to_ram(identity, again, time.time()))
+
+    def _to_ram(self, identity: KVIdentity, chunks: list[ChunkRef], stamp: float) -> Iterator[None]:
+        """One by one, on the writer's thread: whoever waits for an answer does not wait for this as well."""
+        assert self._disk is not None
+        end = chunks[-1].start + chunks[-1].tokens
+        for chunk in chunks:
+            if self._ram.get(chunk.key) is None:
+                kv = np.empty(identity.shape(chunk.tokens), identity.dtype)
+                fidelity = self._disk.read(chunk, identity, chunk.fidelity, kv, Place())
+                if fidelity is None:
+                    return
+                take = _Take(identity, identity.digest(), chunk.owner, fidelity, chunk.expires, stamp)
+                ids, follows = np.frombuffer(chunk.ids, "<u4"), end - chunk.start - chunk.tokens
+                if not self._ram.put(take.chunk(chunk.key, chunk.parent, chunk.start, ids, kv, follows)):
                     return
                 self._forget_late(chunk.owner)
+            yield
 
     # saving
 

@@ -5,6 +5,7 @@ Invariants:
   it is written or has failed.
 - What waits never exceeds the budget; `submit` refuses instead of waiting.
 - Of two that wait for one key the more exact is written; one that comes while the other is being written, after it.
+- What is to be done later is done when nothing waits to be written or recorded, one step at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from memory.kv.fidelity import at_least
 from memory.kv.tiers.base import ChunkData, Stored
@@ -22,10 +23,11 @@ from memory.kv.tiers.ram import usable
 
 logger = logging.getLogger(__name__)
 Use = tuple[bytes, float, int]
+LATER = 64  # of what is done only where there is time, the oldest is left undone
 
 
 class Writer:
-    """Thread-safe. `write` and `touch` are called on the writer's thread only. Close it."""
+    """Thread-safe. `write`, `touch` and what is given to `later` run on the writer's thread only. Close it."""
 
     def __init__(
         self,
@@ -44,7 +46,8 @@ class Writer:
         self._uses: dict[bytes, Use] = {}
         self._bytes = 0
         self._busy: ChunkData | None = None
-        self._touching = False
+        self._later: deque[Iterator[None]] = deque(maxlen=LATER)
+        self._touching = self._stepping = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, args=(nice,), name="kvloop-kv-writer", daemon=True)
         self._thread.start()
@@ -68,6 +71,12 @@ class Writer:
             for key in keys:
                 before = self._uses.get(key, (key, 0.0, 0))
                 self._uses[key] = (key, max(stamp, before[1]), hits + before[2])
+            self._changed.notify_all()
+
+    def later(self, steps: Iterator[None]) -> None:
+        """Takes work to do step by step where there is time, or never."""
+        with self._changed:
+            self._later.append(steps)
             self._changed.notify_all()
 
     def get(self, key: bytes) -> ChunkData | None:
@@ -105,8 +114,12 @@ class Writer:
             return self._bytes
 
     def cancel(self, keys: Iterable[bytes] | None = None) -> int:
-        """Forgets chunks that wait (all, by default); returns how many, when none of them is being written any more."""
+        """Forgets chunks that wait; returns how many, when none of them is being written any more. By default all, and
+        what was to be done later."""
         with self._changed:
+            if keys is None:
+                self._later.clear()
+                self._changed.wait_for(lambda: not self._stepping)
             wanted = set(self._chunks) if keys is None else set(keys)
             waiting = [key for key in wanted & set(self._chunks) if self._chunks[key] is not self._busy]
             for key in waiting:
@@ -116,15 +129,16 @@ class Writer:
             return len(waiting)
 
     def flush(self, timeout: float) -> bool:
-        """Waits until nothing is left to write; False when it takes longer than `timeout` seconds."""
+        """Waits until nothing is left to do; False when it takes longer than `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._chunks or self._uses or self._touching), timeout)
+            return self._changed.wait_for(lambda: not (self._waits() or self._touching or self._stepping), timeout)
 
     def close(self, timeout: float) -> bool:
         """Takes nothing more, waits up to `timeout` seconds for what is queued, drops the rest, ends the thread."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._closing = True
+            self._later.clear()
         done = self.flush(timeout)
         with self._changed:
             for key in [key for key, chunk in self._chunks.items() if chunk is not self._busy]:
@@ -133,22 +147,28 @@ class Writer:
         self._thread.join(max(1.0, deadline - time.monotonic()))
         return done
 
+    def _waits(self) -> bool:
+        return bool(self._chunks or self._uses or self._later)
+
     def _run(self, nice: int) -> None:
         _lower_priority(nice)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._chunks or self._uses or self._closing)
+                self._changed.wait_for(lambda: self._waits() or self._closing)
                 chunk = next(iter(self._chunks.values()), None)
                 uses = list(self._uses.values())
-                if chunk is None and not uses:
+                steps = self._later[0] if self._later and not (chunk or uses) else None
+                if not (chunk or uses or steps):
                     return
                 self._busy = chunk
-                self._touching = bool(uses)
+                self._touching, self._stepping = bool(uses), steps is not None
                 self._uses.clear()
             if uses:
                 self._record(uses)  # first: a chunk must not drive out the beginning of its own sequence
             if chunk is not None:
                 self._store(chunk)
+            if steps is not None:
+                self._step(steps)
 
     def _store(self, chunk: ChunkData) -> None:
         try:
@@ -171,6 +191,19 @@ class Writer:
         finally:
             with self._changed:
                 self._touching = False
+                self._changed.notify_all()
+
+    def _step(self, steps: Iterator[None]) -> None:
+        more = False
+        try:
+            more = next(steps, steps) is not steps
+        except Exception:
+            logger.exception("moving KV memory to RAM failed")
+        finally:
+            with self._changed:
+                self._stepping = False
+                if not more and self._later and self._later[0] is steps:
+                    self._later.popleft()
                 self._changed.notify_all()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 
 from memory.kv.forget import Forgotten
 from memory.kv.store import KVStore
+from memory.kv.tiers.base import ChunkData
 from memory.kv.tiers.disk import DiskTier
 from memory.kv.tiers.folder import ChunkFolder
 from tests.memory.kv.common import CHUNK, identity, kv_of, open_store, prompt, restore
@@ -131,16 +132,19 @@ def test_the_bytes_of_a_forgotten_owner_are_noise_even_in_a_copy(tmp_path: Path)
 
 
 def test_what_waits_to_be_written_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
     write = DiskTier.write
-    monkeypatch.setattr(DiskTier, "write", lambda self, chunk: gate.wait(20) and write(self, chunk))
     ids = prompt(100)
     with open_store(tmp_path) as store:
+
+        def write_when_the_others_are_gone(disk: DiskTier, chunk: ChunkData) -> bool:
+            deadline = time.monotonic() + 20
+            while store.stats().waiting_bytes > chunk.kv.nbytes and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return write(disk, chunk)
+
+        monkeypatch.setattr(DiskTier, "write", write_when_the_others_are_gone)
         store.save(identity(), ids, kv_of(ids), owner="session")
-        timer = threading.Timer(0.2, gate.set)
-        timer.start()
         gone = forget(store, "session")
-        timer.join()
         assert (gone.ram, gone.waiting) == (4, 3), "the one that was being written is not stored"
         assert store.flush(20)
         assert store.stats().disk.chunks == 0

@@ -137,6 +137,7 @@ def test_what_is_loaded_while_its_owner_is_forgotten_is_not_kept(
 
         monkeypatch.setattr(RamTier, "put", late)
         assert restore(store, ids) == CHUNK, "it was read before"
+        assert store.flush(20)
         assert store.stats().ram.chunks == 0
         assert restore(store, ids) == 0
 

@@ -116,6 +116,49 @@ def test_cancelled_chunks_are_not_written() -> None:
     assert disk.events == [items[0].key]
 
 
+def test_what_can_wait_is_done_step_by_step_after_what_cannot() -> None:
+    disk = Disk()
+    disk.gate.clear()
+    first, second = chunk(ROOT, 0, 10, 0.0), chunk(ROOT, 1, 10, 0.0)
+    with writer_on(disk) as writer:
+
+        def steps() -> Iterator[None]:
+            disk.events.append("step")
+            assert writer.submit(second)
+            yield
+            disk.events.append("last step")
+
+        assert writer.submit(first)
+        assert disk.entered.wait(20)
+        writer.later(steps())
+        disk.gate.set()
+        assert writer.flush(20)
+        disk.gate.clear()
+        disk.entered.clear()
+        assert writer.submit(first)
+        assert disk.entered.wait(20)
+        writer.later(steps())
+        threading.Timer(0.05, disk.gate.set).start()
+        writer.cancel()
+        assert writer.flush(20)
+    assert disk.events == [first.key, "step", second.key, "last step", first.key]
+
+
+def test_a_step_that_fails_does_not_end_writing(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+
+    def steps() -> Iterator[None]:
+        yield
+        raise RuntimeError("a fault")
+
+    with writer_on(disk) as writer, caplog.at_level(logging.CRITICAL + 1, logger="memory.kv.writer"):
+        writer.later(steps())
+        assert writer.flush(20)
+        assert writer.submit(chunk(ROOT, 0, 10, 0.0))
+        assert writer.flush(20)
+    assert len(disk.events) == 1
+
+
 def test_a_disk_that_hangs_does_not_hang_closing() -> None:
     disk = Disk()
     disk.gate.clear()
