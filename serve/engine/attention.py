@@ -1,8 +1,8 @@
 """Causal attention over one sequence's KV buffer, for a run of new tokens.
 
 The query heads that share a KV head are folded into the query axis, so that each key is read once for all of them.
-A run of one token (decode) goes through torch's flash kernel, one of a few tokens (the next turn of a session) through
-`serve.kernels.few_queries` where the processor can. Longer runs (prefill) go in blocks of queries, head by head, each
+Few tokens (decode, the next turn of a session) go through `serve.kernels.few_queries` where the processor can, else one
+token through torch's flash kernel. Longer runs (prefill) go in blocks of queries, head by head, each
 against just the keys it may see: the scores of a block stay in the core's cache, and on CPUs with bf16 instructions
 this takes little more than half of the flash kernel's time.
 """
@@ -76,9 +76,11 @@ def attend(queries: torch.Tensor, kv: torch.Tensor, blocks: list[Block], out: to
     for block in blocks:
         query, target = queries[block.first : block.last], out[block.first : block.last]
         keys, values = kv[:, :, block.key_first : block.key_last]
+        if (block.mask is None or block.causal) and few_queries(query, keys, values, target):
+            continue
         if block.mask is None:
             _attend_one(query, keys, values, target)
-        elif not (block.causal and few_queries(query, keys, values, target)):
+        else:
             _attend_block(query, keys, values, block.mask, target)
 
 

@@ -127,6 +127,7 @@ class KVMemory:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting_bytes = 0
+        self._coming_back = 0  # saves among the tasks that found no room; the thread's own
         self._dropped_saves = 0
         self._rungs = _Rungs(store)
         self._deletions: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -207,7 +208,14 @@ class KVMemory:
         """Waits until everything given to `save` so far is on disk; False when `timeout` seconds were not enough."""
         deadline = time.monotonic() + timeout
         done = threading.Event()
-        self._tasks.put(done.set)
+
+        def pass_by() -> None:
+            if self._coming_back and time.monotonic() < deadline:
+                self._tasks.put(pass_by)  # behind the saves that wait for room
+            else:
+                done.set()
+
+        self._tasks.put(pass_by)
         return done.wait(timeout) and self.store.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
@@ -217,7 +225,10 @@ class KVMemory:
         self.store.close()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._tasks.get()) is not None or self._coming_back:
+            if task is None:
+                self._tasks.put(None)  # the end comes after the saves that wait for room
+                continue
             try:
                 task()
             except Exception:  # memory may cost time, never an answer: later tasks still run
@@ -286,6 +297,7 @@ class KVMemory:
     def _save(self, save: _Save) -> None:
         """Stores the sequence batch by batch, as long as the writer has room."""
         comes_back = False
+        self._coming_back -= bool(save.waited)
         try:
             while save.start < len(save.ids) and self._has_room(save) and not self._is_forgotten(save.job):
                 end = min(len(save.ids), save.start + self._batch_tokens(save.job))
@@ -298,9 +310,9 @@ class KVMemory:
                 save.ended(save)
         if comes_back:
             began = time.monotonic()
-            if self._tasks.empty():
-                self.store.flush(ROOM_PAUSE)
-            waited = save.waited + max(time.monotonic() - began, ROOM_PAUSE / 10)
+            self.store.flush(ROOM_PAUSE if self._tasks.empty() else ROOM_PAUSE / 50)
+            waited = save.waited + time.monotonic() - began
+            self._coming_back += 1
             self._tasks.put(partial(self._save, replace(save, waited=waited)))
 
     def _has_room(self, save: _Save) -> bool:

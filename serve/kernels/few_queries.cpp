@@ -15,6 +15,7 @@ namespace {
 
 constexpr int LANES = 16;    // queries in a vector
 constexpr int TILE = 128;    // keys worked on at a time
+constexpr int AHEAD = 32;    // keys fetched before their turn: the processor does not follow from tile to tile
 constexpr float HIDDEN = -1e30f;
 
 inline uint16_t rounded(float value) {
@@ -54,16 +55,40 @@ struct Call {
     int64_t out_stride;
 };
 
+// Fades the sums of some rows, and adds the values of a tile to them.
+template <int BLOCK, int ROWS, int DIM>
+inline void mix(int row, int pairs, const uint32_t (*weights)[ROWS], const uint32_t (*values)[DIM],
+                const float* fading, float (*sums)[DIM]) {
+    constexpr int PARTS = DIM / LANES;
+    __m512 sum[BLOCK][PARTS];
+    int at[BLOCK];
+    for (int r = 0; r < BLOCK; r++) {
+        at[r] = std::min(row + r, ROWS - 1);
+        for (int part = 0; part < PARTS; part++)
+            sum[r][part] = _mm512_mul_ps(_mm512_load_ps(&sums[row + r][part * LANES]), _mm512_set1_ps(fading[at[r]]));
+    }
+    for (int pair = 0; pair < pairs; pair++)
+        for (int r = 0; r < BLOCK; r++) {
+            const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[pair][at[r]]));
+            for (int part = 0; part < PARTS; part++)
+                sum[r][part] =
+                    _mm512_dpbf16_ps(sum[r][part], weight, (__m512bh)_mm512_load_si512(&values[pair][part * LANES]));
+        }
+    for (int r = 0; r < BLOCK; r++)
+        for (int part = 0; part < PARTS; part++) _mm512_store_ps(&sums[row + r][part * LANES], sum[r][part]);
+}
+
 template <int DIM, int VECTORS>
 void attend(const Call& call) {
-    constexpr int ROWS = VECTORS * LANES, PARTS = DIM / LANES, BLOCK = DIM == 64 ? 6 : 3;  // sums that fit in registers
+    constexpr int ROWS = VECTORS * LANES;
+    constexpr int KEYS = VECTORS > 4 ? 1 : 8 / VECTORS;  // as many sums as a product takes cycles
     const int rows = call.tokens * call.group;
     const int64_t first_new = call.keys - call.tokens;
     alignas(64) static thread_local uint32_t queries[DIM / 2][ROWS];
-    alignas(64) static thread_local float scores[TILE][ROWS];
+    alignas(64) static thread_local float scores[TILE + KEYS][ROWS];
     alignas(64) static thread_local uint32_t weights[TILE / 2][ROWS];
     alignas(64) static thread_local uint32_t values[TILE / 2][DIM];
-    alignas(64) static thread_local float sums[ROWS][DIM];
+    alignas(64) static thread_local float sums[ROWS + 6][DIM];
     alignas(64) float fading[ROWS], totals[ROWS];
     std::memset(queries, 0, sizeof queries);
     std::memset(sums, 0, sizeof sums);
@@ -71,6 +96,11 @@ void attend(const Call& call) {
         const uint16_t* query = call.query + row / call.group * call.query_stride + row % call.group * DIM;
         for (int pair = 0; pair < DIM / 2; pair++) std::memcpy(&queries[pair][row], query + 2 * pair, 4);
     }
+    // From two rows of 32 values their first, or last, 16 pairs.
+    const __m512i FRONT = _mm512_or_si512(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                          _mm512_slli_epi32(_mm512_setr_epi32(32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42,
+                                                                              43, 44, 45, 46, 47), 16));
+    const __m512i BACK = _mm512_add_epi16(FRONT, _mm512_set1_epi16(LANES));
     __m512 top[VECTORS], total[VECTORS];
     for (int v = 0; v < VECTORS; v++) top[v] = _mm512_set1_ps(HIDDEN), total[v] = _mm512_setzero_ps();
 
@@ -78,27 +108,42 @@ void attend(const Call& call) {
         const int count = static_cast<int>(std::min<int64_t>(TILE, call.keys - begin)), pairs = (count + 1) / 2;
         __m512 higher[VECTORS];
         std::copy(top, top + VECTORS, higher);
-        for (int k = 0; k < count; k++) {
-            const uint16_t* key = call.key + (begin + k) * DIM;
-            __m512 score[VECTORS];
-            for (int v = 0; v < VECTORS; v++) score[v] = _mm512_setzero_ps();
-            for (int pair = 0; pair < DIM / 2; pair++) {
-                int32_t both;
-                std::memcpy(&both, key + 2 * pair, 4);
-                const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(both);
-                for (int v = 0; v < VECTORS; v++)
-                    score[v] = _mm512_dpbf16_ps(score[v], (__m512bh)_mm512_load_si512(&queries[pair][v * LANES]), broadcast);
+        for (int k = 0; k < count; k += KEYS) {  // several keys at once: one sum alone waits for itself
+            const uint16_t* key[KEYS];
+            __m512 score[KEYS][VECTORS];
+            for (int u = 0; u < KEYS; u++) {
+                key[u] = call.key + (begin + std::min(k + u, count - 1)) * DIM;
+                for (int v = 0; v < VECTORS; v++) score[u][v] = _mm512_setzero_ps();
+                for (int d = 0; d < DIM; d += 32) {
+                    _mm_prefetch(call.value + (begin + k + u) * DIM + d, _MM_HINT_T0);
+                    _mm_prefetch(key[u] + AHEAD * DIM + d, _MM_HINT_T0);
+                }
             }
+            for (int pair = 0; pair < DIM / 2; pair++)
+#pragma GCC unroll 16  // without it the compiler keeps the sums in memory
+                for (int u = 0; u < KEYS; u++) {
+                    int32_t both;
+                    std::memcpy(&both, key[u] + 2 * pair, 4);
+                    const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 16
+                    for (int v = 0; v < VECTORS; v++)
+                        score[u][v] = _mm512_dpbf16_ps(
+                            score[u][v], (__m512bh)_mm512_load_si512(&queries[pair][v * LANES]), broadcast);
+                }
+            for (int u = 0; u < KEYS; u++)
+                for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&scores[k + u][v * LANES], score[u][v]);
+        }
+        for (int k = 0; k < count; k++) {
             const int64_t after = begin + k - first_new;  // > 0: a new token, hidden from the queries before it
             for (int v = 0; v < VECTORS; v++) {
-                score[v] = _mm512_mul_ps(score[v], _mm512_set1_ps(call.scale));
+                __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[k][v * LANES]), _mm512_set1_ps(call.scale));
                 const int64_t blind = after > 0 ? after * call.group - v * LANES : 0;
                 if (blind > 0) {
                     const __mmask16 lanes = blind >= LANES ? 0xffff : static_cast<__mmask16>((1u << blind) - 1);
-                    score[v] = _mm512_mask_mov_ps(score[v], lanes, _mm512_set1_ps(HIDDEN));
+                    score = _mm512_mask_mov_ps(score, lanes, _mm512_set1_ps(HIDDEN));
                 }
-                higher[v] = _mm512_max_ps(higher[v], score[v]);
-                _mm512_store_ps(&scores[k][v * LANES], score[v]);
+                higher[v] = _mm512_max_ps(higher[v], score);
+                _mm512_store_ps(&scores[k][v * LANES], score);
             }
         }
         for (int v = 0; v < VECTORS; v++) {
@@ -119,26 +164,17 @@ void attend(const Call& call) {
                 _mm512_store_si512(&weights[pair][v * LANES], paired(widened(&narrow_one), widened(&narrow_two)));
             }
             const uint16_t* value = call.value + (begin + 2 * pair) * DIM;
-            for (int part = 0; part < PARTS; part++)
-                _mm512_store_si512(&values[pair][part * LANES],
-                                   paired(widened(value + part * LANES), widened(value + (odd ? 0 : DIM) + part * LANES)));
+            const uint16_t* next = value + (odd ? 0 : DIM);
+            for (int d = 0; d < DIM; d += 2 * LANES) {
+                const __m512i first = _mm512_loadu_si512(value + d), second = _mm512_loadu_si512(next + d);
+                _mm512_store_si512(&values[pair][d], _mm512_permutex2var_epi16(first, FRONT, second));
+                _mm512_store_si512(&values[pair][d + LANES], _mm512_permutex2var_epi16(first, BACK, second));
+            }
         }
-        for (int row = 0; row < rows; row += BLOCK) {
-            __m512 sum[BLOCK][PARTS];
-            for (int r = 0; r < BLOCK; r++)
-                for (int part = 0; part < PARTS; part++)
-                    sum[r][part] = _mm512_mul_ps(_mm512_load_ps(&sums[std::min(row + r, ROWS - 1)][part * LANES]),
-                                                 _mm512_set1_ps(fading[std::min(row + r, ROWS - 1)]));
-            for (int pair = 0; pair < pairs; pair++)
-                for (int r = 0; r < BLOCK; r++) {
-                    const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[pair][std::min(row + r, ROWS - 1)]));
-                    for (int part = 0; part < PARTS; part++)
-                        sum[r][part] = _mm512_dpbf16_ps(sum[r][part], weight,
-                                                        (__m512bh)_mm512_load_si512(&values[pair][part * LANES]));
-                }
-            for (int r = 0; r < BLOCK && row + r < rows; r++)
-                for (int part = 0; part < PARTS; part++) _mm512_store_ps(&sums[row + r][part * LANES], sum[r][part]);
-        }
+        constexpr int BLOCK = DIM == 64 ? 6 : 3;  // rows whose sums fit in registers
+        for (int row = 0; row < rows; row += rows - row <= 3 ? 3 : BLOCK)
+            rows - row <= 3 ? mix<3, ROWS, DIM>(row, pairs, weights, values, fading, sums)
+                            : mix<BLOCK, ROWS, DIM>(row, pairs, weights, values, fading, sums);
     }
     for (int v = 0; v < VECTORS; v++) _mm512_store_ps(&totals[v * LANES], total[v]);
     for (int row = 0; row < rows; row++) {
